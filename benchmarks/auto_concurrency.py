@@ -71,7 +71,11 @@ def compare(name: str, count: int, rounds: int) -> None:
                 for shown, setting in contestants.items()
             },
             rounds=rounds,
-            units=("objects/s, first epoch", "objects/s, second epoch", "requests for each object"),
+            units=(
+                "objects/s, first epoch",
+                "objects/s, second epoch",
+                "requests for each object",
+            ),
         )
     print(
         f"\n{name}: the sweep: "
@@ -81,7 +85,9 @@ def compare(name: str, count: int, rounds: int) -> None:
         table.show(against=fixed)
     claim(
         f'concurrency="auto", {name}, of the best fixed setting',
-        first.share("auto", fixed, "in the first epoch", at_least=0.9 if name == "100 ms" else 0.8),
+        first.share(
+            "auto", fixed, "in the first epoch", at_least=0.9 if name == "100 ms" else 0.8
+        ),
         later.share("auto", fixed, "in the second", at_least=0.9),
         requests.figure("auto", "requests for each object"),
     )
@@ -94,7 +100,9 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES))
-    arguments = parse_arguments(parser, objects=256, rounds=1, stores=["20 ms", "throttled"])
+    arguments = parse_arguments(
+        parser, objects=256, rounds=1, stores=["20 ms", "throttled"]
+    )
     print(f"{arguments.objects} objects of {SIZE} bytes in batches of {BATCH}")
     print(describe_machine())
     for name in arguments.stores:

@@ -89,7 +89,12 @@ def of_store(name: str, **arguments: Any) -> hr.DataLoader[Any]:
     server.misbehave(*faults)
     store = hr.Store(f"{server.url}/objects", options=server.store_options)
     return hr.DataLoader(
-        hr.ObjectDataset(store), 8, transform=sleeping(0.005), shuffle=True, seed=0, **arguments
+        hr.ObjectDataset(store),
+        8,
+        transform=sleeping(0.005),
+        shuffle=True,
+        seed=0,
+        **arguments,
     )
 
 
@@ -115,7 +120,10 @@ CASES: dict[str, tuple[Make, float]] = {
         lambda **n: hr.DataLoader(Numbers(), 8, transform=sleeping(0.005), **n),
         0.0,
     ),
-    "work of 20 µs a batch": (lambda **n: hr.DataLoader(Numbers(), 8, collate_fn=len, **n), 0.005),
+    "work of 20 µs a batch": (
+        lambda **n: hr.DataLoader(Numbers(), 8, collate_fn=len, **n),
+        0.005,
+    ),
     "functions of a stream": (
         lambda **n: hr.DataLoader(Stream().map(sleeping(0.005)).filter(kept), 8, **n),
         0.01,
@@ -166,7 +174,9 @@ def read(loader: hr.DataLoader[Any], step: float, seconds: float, last: float) -
     epochs = [number for number in starts[1:] if number > counted[0]]
     first, *_, end = [each - 1 for each in epochs] if len(epochs) > 1 else counted
     changes = [number for number, _ in itertools.groupby(numbers)]
-    return Reading((end - first) / (times[end] - times[first]), digest.hexdigest(), changes)
+    return Reading(
+        (end - first) / (times[end] - times[first]), digest.hexdigest(), changes
+    )
 
 
 def of_rank(
@@ -191,7 +201,9 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
         found: dict[Any, float] = {}
         for workers in (0, 1, 2, "auto"):
             begin, results = spawn.Barrier(arguments.ranks), spawn.Queue()
-            seconds = arguments.seconds if workers == "auto" else 2 * arguments.fixed_seconds
+            seconds = (
+                arguments.seconds if workers == "auto" else 2 * arguments.fixed_seconds
+            )
             given = arguments.ranks, workers, seconds, begin, results
             ranks = [
                 spawn.Process(target=of_rank, args=(rank, *given))
@@ -209,7 +221,8 @@ def compare_ranks(arguments: argparse.Namespace) -> None:
             flush=True,
         )
         shares.append(
-            found["auto"] / max(rate for workers, rate in found.items() if workers != "auto")
+            found["auto"]
+            / max(rate for workers, rate in found.items() if workers != "auto")
         )
     claim(
         f'num_workers="auto" on {arguments.ranks} ranks of a host',
@@ -228,7 +241,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pipelines", action="store_true")
     parser.add_argument("--sweep", type=int, nargs="+", default=SWEEP)
-    arguments = parse_arguments(parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform")
+    arguments = parse_arguments(
+        parser, rounds=1, seconds=8.0, fixed_seconds=3.0, only="transform"
+    )
     print(describe_machine())
     logging.basicConfig(format="  %(message)s")
     logging.getLogger("headrace").setLevel(logging.INFO)  # the decisions
@@ -246,7 +261,9 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
     """The rates of "auto" and of each number of a sweep, in turn."""
     names = arguments.only.split(",")
     chosen = [
-        case for case in cases if (case in names if arguments.pipelines else arguments.only in case)
+        case
+        for case in cases
+        if (case in names if arguments.pipelines else arguments.only in case)
     ]
     shares: dict[str, list[float]] = {}
     for round_number in range(arguments.rounds):
@@ -260,7 +277,9 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
                     )
             by_rate = sorted(found, key=lambda workers: found[workers].rate)
             best = by_rate[-1]
-            row = ", ".join(f"{workers}: {reading.rate:.1f}" for workers, reading in found.items())
+            row = ", ".join(
+                f"{workers}: {reading.rate:.1f}" for workers, reading in found.items()
+            )
             print(f"round {round_number + 1}, {case}: {row} batches/s", flush=True)
             for start in sorted({1, max(1, by_rate[0])}):
                 with make(num_workers="auto") as loader:
@@ -278,7 +297,10 @@ def compare(cases: dict[str, tuple[Make, float]], arguments: argparse.Namespace)
                 )
     claim(
         'num_workers="auto" after a minute, of the best of a sweep',
-        *(Figure(f"of the best, {case}", values, at_least=0.9) for case, values in shares.items()),
+        *(
+            Figure(f"of the best, {case}", values, at_least=0.9)
+            for case, values in shares.items()
+        ),
     )
 
 

@@ -39,7 +39,9 @@ MAX_TOKENS = {"log-normal": 16_384, "files": 65_536, "docstrings": 8192}
 def distributions(count: int, files: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     rng = np.random.default_rng(0)
     paths = list(
-        itertools.islice(sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")), files)
+        itertools.islice(
+            sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")), files
+        )
     )
     found: dict[str, list[int]] = {"files": [], "docstrings": []}
     for path in paths:
@@ -67,14 +69,19 @@ def distributions(count: int, files: int) -> Iterator[tuple[str, np.ndarray[Any,
 def balance(tokens: Sequence[int], ranks: int, max_tokens: int) -> tuple[float, float]:
     """The worst of all steps but the last, and the share of the budget that they fill."""
     steps = np.array(tokens[: len(tokens) // ranks * ranks]).reshape(-1, ranks)
-    return float((steps.max(axis=1) / steps.mean(axis=1)).max()), float(steps.mean() / max_tokens)
+    return float((steps.max(axis=1) / steps.mean(axis=1)).max()), float(
+        steps.mean() / max_tokens
+    )
 
 
 def of_torch(lengths: np.ndarray[Any, Any], max_tokens: int) -> list[int]:
-    order = np.array([*RandomSampler(lengths, generator=torch.Generator().manual_seed(0))])
+    order = np.array(
+        [*RandomSampler(lengths, generator=torch.Generator().manual_seed(0))]
+    )
     size = int(max_tokens / lengths.mean())
     while (
-        size > 1 and np.add.reduceat(lengths[order], range(0, len(order), size)).max() > max_tokens
+        size > 1
+        and np.add.reduceat(lengths[order], range(0, len(order), size)).max() > max_tokens
     ):
         size = size * 15 // 16
     batches = BatchSampler(order.tolist(), size, drop_last=False)  # type: ignore[arg-type]
@@ -100,18 +107,25 @@ def restarted(lengths: np.ndarray[Any, Any], max_tokens: int) -> bool:
 
 
 def train(
-    lengths: np.ndarray[Any, Any], true: hr.quadratic, cost: hr.quadratic | None, steps: int
+    lengths: np.ndarray[Any, Any],
+    true: hr.quadratic,
+    cost: hr.quadratic | None,
+    steps: int,
 ) -> tuple[list[float], float, hr.quadratic]:
     """Return the balance of each step, the seconds of a token, and the fitted cost."""
     ranks, max_tokens = 8, MAX_TOKENS["log-normal"]
     samplers = [
-        hr.BalancedBatchSampler(lengths, max_tokens, cost=cost, rank=rank, world_size=ranks)
+        hr.BalancedBatchSampler(
+            lengths, max_tokens, cost=cost, rank=rank, world_size=ranks
+        )
         for rank in range(ranks)
     ]
     planned = [*itertools.islice(zip(*samplers, strict=True), steps)]
     costs = np.array([[true(lengths[batch]).sum() for batch in step] for step in planned])
     samplers[0].set_epoch(0)
-    loader = hr.DataLoader(range(len(lengths)), batch_sampler=samplers[0], collate_fn=list)  # type: ignore[arg-type]
+    loader = hr.DataLoader(
+        range(len(lengths)), batch_sampler=samplers[0], collate_fn=list
+    )  # type: ignore[arg-type]
     for seconds, step, batch in zip(costs.max(axis=1), planned, loader, strict=False):
         if batch != step[0]:
             raise RuntimeError("another batch than was planned: this run does not count")
@@ -127,7 +141,9 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--files", type=int, default=5_000)
-    parser.add_argument("--steps", type=int, default=200, help="of the trainer, before and after")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of the trainer, before and after"
+    )
     arguments = parse_arguments(parser, samples=150_000, files=200, steps=20)
     print(describe_machine())
     worst, fills, costs = [], [], []
@@ -153,14 +169,22 @@ def main() -> None:
         for ranks in RANKS:
             if min(len(tokens), len(torchs)) < ranks:
                 continue
-            found, theirs = balance(tokens, ranks, max_tokens), balance(torchs, ranks, max_tokens)
-            print(f"  {ranks:3} ranks: balance {found[0]:.4f}, filled {found[1]:.2%}; ", end="")
+            found, theirs = (
+                balance(tokens, ranks, max_tokens),
+                balance(torchs, ranks, max_tokens),
+            )
+            print(
+                f"  {ranks:3} ranks: balance {found[0]:.4f}, filled {found[1]:.2%}; ",
+                end="",
+            )
             print(f"BatchSampler: {theirs[0]:.2f}, {theirs[1]:.1%}")
             worst.append(found[0])
             fills.append(found[1])
     claim(
         "balanced batches, 8 to 512 ranks",
-        Figure("of the mean of ranks, the worst step", worst, at_most=1.02, stated=max(worst)),
+        Figure(
+            "of the mean of ranks, the worst step", worst, at_most=1.02, stated=max(worst)
+        ),
         Figure("of the budget filled", fills, at_least=0.97, stated=min(fills)),
         Figure("µs a sample", costs, at_most=5, stated=max(costs)),
     )

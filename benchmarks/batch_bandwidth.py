@@ -116,12 +116,20 @@ def main() -> None:
     images = make_images()
     reader = Reader(images)
     batches, few = arguments.batches, arguments.batches // TORCH_SHARE
-    workers: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
+    workers: dict[str, Any] = {
+        "batch_size": BATCH,
+        "num_workers": 2,
+        "persistent_workers": True,
+    }
     dataset, shorter = InMemory(images, BATCH * batches), InMemory(images, BATCH * few)
-    torch_loader = torch.utils.data.DataLoader(shorter, multiprocessing_context="spawn", **workers)
+    torch_loader = torch.utils.data.DataLoader(
+        shorter, multiprocessing_context="spawn", **workers
+    )
     with (
         hr.DataLoader(dataset, multiprocessing_context="spawn", **workers) as map_loader,
-        hr.DataLoader(Indices(BATCH * batches), transform=Pick(images), **workers) as async_loader,
+        hr.DataLoader(
+            Indices(BATCH * batches), transform=Pick(images), **workers
+        ) as async_loader,
     ):
         rounds = interleave(
             {
@@ -130,7 +138,9 @@ def main() -> None:
                 "headrace, async dataset": lambda: reader(async_loader, batches),
                 TORCH: lambda: reader(torch_loader, few),
                 HERE: lambda: reader(hr.DataLoader(shorter, BATCH), few),
-                TORCH_HERE: lambda: reader(torch.utils.data.DataLoader(shorter, BATCH), few),
+                TORCH_HERE: lambda: reader(
+                    torch.utils.data.DataLoader(shorter, BATCH), few
+                ),
             },
             rounds=arguments.rounds,
             unit="GB/s",
@@ -154,7 +164,10 @@ def main() -> None:
         aim=f"{rate.aim} or {of_copy.aim}; {of_torch.aim}",
         met=bool((rate.met or of_copy.met) and of_torch.met),
     )
-    claim("batches of 38 MB without workers", rounds.share(HERE, TORCH_HERE, "× torch", at_least=2))
+    claim(
+        "batches of 38 MB without workers",
+        rounds.share(HERE, TORCH_HERE, "× torch", at_least=2),
+    )
 
 
 if __name__ == "__main__":

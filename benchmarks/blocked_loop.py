@@ -62,7 +62,9 @@ def main() -> None:
 
     with hr.DataLoader(Waiting(length), batch_size=BATCH, concurrency=64) as loader:
         check_order((batch.tolist() for batch in loader), length)
-    with hr.DataLoader(Waiting(length), batch_size=BATCH, collate_fn=len, concurrency=64) as loader:
+    with hr.DataLoader(
+        Waiting(length), batch_size=BATCH, collate_fn=len, concurrency=64
+    ) as loader:
         cpu, rate = interleave_figures(
             {
                 "without": lambda: epoch(loader, length, unwatched),

@@ -49,7 +49,9 @@ def epoch(loader: hr.DataLoader[Any], checksums: dict[str, int]) -> float:
     elapsed = time.perf_counter() - began
     found = {key: zlib.crc32(data) for batch in batches for key, data in batch}
     if found != checksums:
-        raise RuntimeError("samples are missing or have wrong bytes: this run does not count")
+        raise RuntimeError(
+            "samples are missing or have wrong bytes: this run does not count"
+        )
     return len(found) / elapsed
 
 
@@ -66,7 +68,11 @@ def fresh(dataset: Any, options: dict[str, Any], checksums: dict[str, int]) -> f
 
 def behind_a_limit(count: int, rounds: int, where: str | None) -> None:
     """Three epochs in one order, each round with an empty cache."""
-    rates: dict[str, list[float]] = {"no cache": [], "first epoch": [], "second epoch": []}
+    rates: dict[str, list[float]] = {
+        "no cache": [],
+        "first epoch": [],
+        "second epoch": [],
+    }
     fewer = []
     with serve(count, OBJECT_SIZE, latency=LATENCY, rate=RATE) as store:
         for _ in range(rounds):
@@ -80,7 +86,8 @@ def behind_a_limit(count: int, rounds: int, where: str | None) -> None:
                     "collate_fn": gathered,
                 }
                 plain, cached = (
-                    hr.DataLoader(each, concurrency=CONCURRENCY, **options) for each in datasets
+                    hr.DataLoader(each, concurrency=CONCURRENCY, **options)
+                    for each in datasets
                 )
                 gets, digests = [store.gets()], []
                 with plain, cached:
@@ -98,15 +105,21 @@ def behind_a_limit(count: int, rounds: int, where: str | None) -> None:
                 raise RuntimeError(
                     "epochs with other bytes, or in another order: this run does not count"
                 )
-            _, first, second = (after - before - 1 for before, after in itertools.pairwise(gets))
+            _, first, second = (
+                after - before - 1 for before, after in itertools.pairwise(gets)
+            )
             fewer.append(first / max(1, second))
     print(
         f"\n{count} objects of {OBJECT_SIZE} bytes, {LATENCY * 1000:.0f} ms, {RATE:.0f} requests/s; {store.kind}"
     )
     epochs = Rounds("samples/s", rates)
     epochs.show(against="no cache")
-    first_epoch = epochs.share("first epoch", "no cache", "of no cache, first epoch", at_least=0.95)
-    second_epoch = epochs.share("second epoch", "no cache", "× no cache, second epoch", at_least=5)
+    first_epoch = epochs.share(
+        "first epoch", "no cache", "of no cache, first epoch", at_least=0.95
+    )
+    second_epoch = epochs.share(
+        "second epoch", "no cache", "× no cache, second epoch", at_least=5
+    )
     claim(
         "disk cache behind a limit",
         first_epoch,
@@ -122,15 +135,21 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--folder", help="where both are; a new one in the place for temporary files by default"
+        "--folder",
+        help="where both are; a new one in the place for temporary files by default",
     )
     parser.add_argument(
-        "--limited", type=int, default=5000, help="objects of the store that limits requests"
+        "--limited",
+        type=int,
+        default=5000,
+        help="objects of the store that limits requests",
     )
     parser.add_argument("--limited-rounds", type=int, default=1)
     arguments = parse_arguments(parser, objects=200, rounds=1, limited=200)
     source = random.Random(7)
-    contents = {f"{i:06d}.bin": source.randbytes(OBJECT_SIZE) for i in range(arguments.objects)}
+    contents = {
+        f"{i:06d}.bin": source.randbytes(OBJECT_SIZE) for i in range(arguments.objects)
+    }
     checksums = {key: zlib.crc32(data) for key, data in contents.items()}
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as name,
@@ -140,7 +159,9 @@ def main() -> None:
         (folder / "files").mkdir()
         for key, data in contents.items():
             (folder / "files" / key).write_bytes(data)
-        objects = hr.ObjectDataset(hr.Store(f"{server.url}/train", options=server.store_options))
+        objects = hr.ObjectDataset(
+            hr.Store(f"{server.url}/train", options=server.store_options)
+        )
         options: dict[str, Any] = {
             "batch_size": 50,
             "shuffle": True,
@@ -173,11 +194,16 @@ def main() -> None:
     print(describe_machine())
     rounds.show(against="FileDataset")
     print(f"the first epoch, into the cache: {first:,.0f} samples/s")
-    claim("second epoch from the disk cache", rounds.share("cache", "FileDataset", at_least=0.9))
+    claim(
+        "second epoch from the disk cache",
+        rounds.share("cache", "FileDataset", at_least=0.9),
+    )
     if nginx_is_installed():
         behind_a_limit(arguments.limited, arguments.limited_rounds, arguments.folder)
     else:
-        print("nginx with its Lua module is not installed: there is no store with a limit")
+        print(
+            "nginx with its Lua module is not installed: there is no store with a limit"
+        )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def columns(keys: int) -> dict[str, list[Any]]:
 
 def opened(table: dict[str, list[Any]]) -> hr.ObjectDataset:
     store = hr.Store("s3://bucket", options={"skip_signature": True})
-    return hr.ObjectDataset(store, keys=table["key"], sizes=table["size"], etags=table["etag"])
+    return hr.ObjectDataset(
+        store, keys=table["key"], sizes=table["size"], etags=table["etag"]
+    )
 
 
 def cpu() -> float:
@@ -71,14 +73,18 @@ def listing(store: Any, keys: int) -> tuple[float, float]:
     began, used = time.perf_counter(), cpu()
     listed = len(hr.ObjectDataset(hr.Store(store.url, options=store.options)))
     if listed != keys:
-        raise RuntimeError(f"{listed} of {keys} keys were listed: this run does not count")
+        raise RuntimeError(
+            f"{listed} of {keys} keys were listed: this run does not count"
+        )
     return (cpu() - used) / keys * 1e6, keys / (time.perf_counter() - began)
 
 
 def start(dataset: hr.ObjectDataset, engines: int) -> tuple[float, float]:
     """Milliseconds to the first batch, and memory of an engine that no other process shares, in MB."""
     began = time.perf_counter()
-    with hr.DataLoader(Indices(dataset), BATCH, engines=engines, placement="process") as loader:
+    with hr.DataLoader(
+        Indices(dataset), BATCH, engines=engines, placement="process"
+    ) as loader:
         if next(iter(loader)).tolist() != list(range(BATCH)):
             raise RuntimeError("the first batch is wrong: this run does not count")
         elapsed = (time.perf_counter() - began) * 1e3
@@ -102,7 +108,9 @@ def main() -> None:
     small, large = opened(columns(1000)), opened(table)
     arrays = [each for each in (large._keys, large._etags) if each is not None]
     held = 8 * keys + sum(len(each._text) + 8 * len(each._offsets) for each in arrays)
-    print(f"{held / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own")
+    print(
+        f"{held / keys:.1f} bytes a key, of which {len(large.keys[0])} are the key's own"
+    )
     reading = interleave(
         {"table": functools.partial(read_table, table, keys)},
         rounds=arguments.rounds,

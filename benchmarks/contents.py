@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["LONGEST", "check_order", "check_set", "content_of", "contents", "key_of", "numbers_of"]
+__all__ = [
+    "LONGEST",
+    "check_order",
+    "check_set",
+    "content_of",
+    "contents",
+    "key_of",
+    "numbers_of",
+]
 
 WORD = 8  # bytes
 # Where a stretch can begin, in words; more than the objects of any benchmark.
@@ -21,7 +29,9 @@ STARTS = 1 << 17
 STEP = 40_503
 LONGEST = 1 << 20  # bytes of an object
 
-NOISE = np.random.default_rng(0).integers(0, 1 << 63, STARTS + LONGEST // WORD, dtype=np.uint64)
+NOISE = np.random.default_rng(0).integers(
+    0, 1 << 63, STARTS + LONGEST // WORD, dtype=np.uint64
+)
 
 
 def key_of(number: int) -> str:

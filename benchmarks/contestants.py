@@ -40,7 +40,9 @@ class Setting:
     def __str__(self) -> str:
         parts = [f"{self.in_flight} in flight" if self.in_flight else "", self.variant]
         if self.workers:
-            parts.insert(0, f"{self.workers} {'worker' if self.workers == 1 else 'workers'}")
+            parts.insert(
+                0, f"{self.workers} {'worker' if self.workers == 1 else 'workers'}"
+            )
         return ", ".join(filter(None, parts))
 
 

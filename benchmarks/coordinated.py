@@ -65,13 +65,18 @@ def microseconds(loader: hr.DataLoader[Any], training_step: float, steps: int) -
 
 
 def rank(number: int, folder: str, steps: int, rounds: int) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=number, world_size=RANKS
+    )
     cases = (
         ("batches are ready, steps of 3 ms", Numbers(steps), TRAINING_STEP),
         ("an agreement for each step", TorchNumbers(steps), 0.0),
     )
     for name, dataset, step in cases:
-        with hr.DataLoader(dataset) as alone, hr.DataLoader(dataset, coordinated=True) as together:
+        with (
+            hr.DataLoader(dataset) as alone,
+            hr.DataLoader(dataset, coordinated=True) as together,
+        ):
             table = interleave(
                 {
                     ALONE: functools.partial(microseconds, alone, step, steps),

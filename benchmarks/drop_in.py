@@ -80,7 +80,9 @@ class Stored(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, case: Case) -> None:
         self.length = case.samples
-        self.stored = torch.rand(STORED, *case.shape, generator=torch.Generator().manual_seed(0))
+        self.stored = torch.rand(
+            STORED, *case.shape, generator=torch.Generator().manual_seed(0)
+        )
         flat = self.stored.view(STORED, -1)
         flat[:, 0] = flat[:, -1] = torch.arange(STORED)
 
@@ -112,7 +114,8 @@ class Epoch:
             self.first = self.first or time.perf_counter()
             flat, labels = batch[0].view(len(batch[0]), -1), batch[1]
             self.wrong += not (
-                torch.equal(flat[:, 0], flat[:, -1]) and torch.equal(flat[:, 0].long(), labels)
+                torch.equal(flat[:, 0], flat[:, -1])
+                and torch.equal(flat[:, 0].long(), labels)
             )
             self.labels.append(labels.clone())
         self.last = batch
@@ -121,7 +124,11 @@ class Epoch:
         samples, labels = self.last
         order = torch.cat(self.labels)
         each_once = order.bincount().tolist() == [dataset.length // STORED] * STORED
-        if self.wrong or not each_once or not torch.equal(samples, dataset.stored[labels]):
+        if (
+            self.wrong
+            or not each_once
+            or not torch.equal(samples, dataset.stored[labels])
+        ):
             raise RuntimeError("samples are missing or wrong: this run does not count")
         return order.tolist()
 
@@ -141,7 +148,9 @@ def run_script(name: str, case: Case) -> Outcome:
     began = time.perf_counter()
     loader_class = importlib.import_module(MODULES[name]).DataLoader
     options: dict[str, Any] = {"shuffle": True, "num_workers": 2}
-    loader = loader_class(dataset, BATCH, generator=torch.Generator().manual_seed(SEED), **options)
+    loader = loader_class(
+        dataset, BATCH, generator=torch.Generator().manual_seed(SEED), **options
+    )
     first.read(loader)
     del loader
     ended = time.perf_counter()
@@ -207,7 +216,9 @@ def run_bare_loops(dataset: Stored) -> Outcome:
 
 def collate_on_demand(requests: Connection, dataset: Stored, half: int) -> None:
     torch.set_num_threads(1)
-    order = torch.randperm(dataset.length, generator=torch.Generator().manual_seed(SEED)).tolist()
+    order = torch.randperm(
+        dataset.length, generator=torch.Generator().manual_seed(SEED)
+    ).tolist()
     out = torch.empty(BATCH, *dataset.stored.shape[1:])
     while requests.recv():
         for start in range(half * BATCH, dataset.length, 2 * BATCH):
@@ -243,7 +254,9 @@ def time_import(name: str) -> tuple[float]:
 
 def compare_imports(rounds: int) -> None:
     contestants = {name: functools.partial(import_cpu, name) for name in IMPORTED}
-    (cpu,) = interleave_figures(contestants, rounds=rounds, units=("ms of CPU to import it",))
+    (cpu,) = interleave_figures(
+        contestants, rounds=rounds, units=("ms of CPU to import it",)
+    )
     cpu.show(against="headrace.DataLoader")
 
 
@@ -253,14 +266,21 @@ def compare(case: Case, rounds: int) -> tuple[Rounds, ...]:
     def contestant(name: str) -> Callable[[], tuple[float, float, float]]:
         def run() -> tuple[float, float, float]:
             outcome = alone(name, case)
-            if outcome.labels and orders.setdefault("torch's", outcome.labels) != outcome.labels:
-                raise RuntimeError("the loaders give different orders: this run does not count")
+            if (
+                outcome.labels
+                and orders.setdefault("torch's", outcome.labels) != outcome.labels
+            ):
+                raise RuntimeError(
+                    "the loaders give different orders: this run does not count"
+                )
             return outcome.figures
 
         return run
 
     return interleave_figures(
-        {name: contestant(name) for name in (LIMIT, HEADRACE, TORCH)}, rounds=rounds, units=UNITS
+        {name: contestant(name) for name in (LIMIT, HEADRACE, TORCH)},
+        rounds=rounds,
+        units=UNITS,
     )
 
 
@@ -271,7 +291,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parse_arguments(parser, rounds=1)
     # In a quick run epochs are short, of whole passes over the stored samples.
-    cases = [dataclasses.replace(case, batches=8) if arguments.quick else case for case in CASES]
+    cases = [
+        dataclasses.replace(case, batches=8) if arguments.quick else case
+        for case in CASES
+    ]
     compared = {case: compare(case, arguments.rounds) for case in cases}
     print(describe_machine())
     compare_imports(arguments.rounds)
@@ -283,11 +306,18 @@ def main() -> None:
         claim(
             f"a torch script with its import changed, {case}",
             first.share(HEADRACE, TORCH, "× torch in the first epoch", at_least=case.aim),
-            again.share(HEADRACE, TORCH, "× torch in the second epoch", at_least=case.aim_again),
             again.share(
-                HEADRACE, LIMIT, "of two bare loops in the second epoch", at_least=case.share_again
+                HEADRACE, TORCH, "× torch in the second epoch", at_least=case.aim_again
             ),
-            to_first.share(HEADRACE, TORCH, "× torch's time to the first batch", at_most=1.2),
+            again.share(
+                HEADRACE,
+                LIMIT,
+                "of two bare loops in the second epoch",
+                at_least=case.share_again,
+            ),
+            to_first.share(
+                HEADRACE, TORCH, "× torch's time to the first batch", at_most=1.2
+            ),
         )
 
 

@@ -95,7 +95,9 @@ class Check:
         if len(data) != self._nbytes or (
             self._every_byte and data != content(self._nbytes, number)
         ):
-            raise RuntimeError("an object is not as it was stored: this run does not count")
+            raise RuntimeError(
+                "an object is not as it was stored: this run does not count"
+            )
         return number
 
 
@@ -162,7 +164,9 @@ class Reader:
     def _read(self, loader: Any, reads: int) -> None:
         numbers = [number for batch in loader for number in batch]
         if numbers != Repeated(self._size.objects, reads).numbers:
-            raise RuntimeError("objects are missing or not in order: this run does not count")
+            raise RuntimeError(
+                "objects are missing or not in order: this run does not count"
+            )
 
     def __call__(self) -> tuple[float, float, float]:
         """Microseconds of Python's threads and of obstore's for an object, and objects a second."""

@@ -57,7 +57,9 @@ def with_a_task_each(dataset: AtOnce, length: int) -> float:
     async def run() -> float:
         began = time.perf_counter()
         for start in range(0, length, BATCH):
-            await asyncio.gather(*(dataset.aget(index) for index in range(start, start + BATCH)))
+            await asyncio.gather(
+                *(dataset.aget(index) for index in range(start, start + BATCH))
+            )
         return (time.perf_counter() - began) / length * 1e6
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

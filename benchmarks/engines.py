@@ -43,7 +43,12 @@ def wait(sample: int) -> int:
 def new(engines: int, batches: int) -> hr.DataLoader[Any]:
     dataset = Numbers(batches)
     return hr.DataLoader(
-        dataset, BATCH, engines=engines, placement="process", transform=wait, concurrency=256
+        dataset,
+        BATCH,
+        engines=engines,
+        placement="process",
+        transform=wait,
+        concurrency=256,
     )
 
 
@@ -84,7 +89,9 @@ def main() -> None:
     }
     print(describe_machine())
     with contextlib.ExitStack() as open_now:
-        loaders = {engines: open_now.enter_context(new(engines, batches)) for engines in names}
+        loaders = {
+            engines: open_now.enter_context(new(engines, batches)) for engines in names
+        }
         contestants = {
             name: functools.partial(rate, loaders[engines], batches)
             for engines, name in names.items()
@@ -92,7 +99,8 @@ def main() -> None:
         rates = interleave(contestants, rounds=arguments.rounds, unit="samples/s")
     rates.show(against=names[min(names)])
     contestants = {
-        name: functools.partial(first_batch, engines, batches) for engines, name in names.items()
+        name: functools.partial(first_batch, engines, batches)
+        for engines, name in names.items()
     }
     starts = interleave(contestants, rounds=arguments.rounds, unit="s to the first batch")
     starts.show(against=names[min(names)])

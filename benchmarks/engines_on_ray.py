@@ -101,12 +101,16 @@ def by_bare_calls(actor, samples, count, ahead=AHEAD):
     numbers = iter(range(count))
     for _ in range(count):
         for number in itertools.islice(numbers, ahead - len(ready)):
-            ready.append(actor.batch.remote(range(number * samples, (number + 1) * samples)))
+            ready.append(
+                actor.batch.remote(range(number * samples, (number + 1) * samples))
+            )
         yield torch.from_numpy(ray.get(ready.popleft()).copy())
 
 
 def by_ray_data(size, samples, count):
-    data = ray.data.range(samples * count).map_batches(Made(size).of_rows, batch_size=samples)
+    data = ray.data.range(samples * count).map_batches(
+        Made(size).of_rows, batch_size=samples
+    )
     for batch in data.iter_torch_batches(batch_size=samples, prefetch_batches=AHEAD):
         yield batch["data"].clone()  # read-only otherwise
 
@@ -151,7 +155,9 @@ def compare(name, batches, rounds):
     ray.kill(actor)
     one_by_one = rates.share("RayPlacement", "bare calls, one by one", at_least=asked)
     claim(f"{name} through Ray", one_by_one, rates.share("RayPlacement", "bare calls"))
-    claim(f"{name} beside Ray Data", rates.share("RayPlacement", "Ray Data", at_least=1.0))
+    claim(
+        f"{name} beside Ray Data", rates.share("RayPlacement", "Ray Data", at_least=1.0)
+    )
 
 
 def main():
@@ -163,7 +169,8 @@ def main():
     arguments = parse_arguments(parser, batches=4, rounds=1)
     node = {"object_store_memory": 2_000_000_000}
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **node}
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, **node},
     )
     cluster.add_node(num_cpus=4, **node)
     ray.init(address=cluster.address, log_to_driver=False)

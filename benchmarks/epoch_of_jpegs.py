@@ -56,7 +56,17 @@ from harness import (
 )
 from jpeg_chart import draw
 from jpeg_decode import HEIGHT, WIDTH
-from jpeg_peers import CLASSES, CONTESTANTS, LIMIT, OURS, OURS_ON_SHARDS, TORCH, Job, photo, sums_of
+from jpeg_peers import (
+    CLASSES,
+    CONTESTANTS,
+    LIMIT,
+    OURS,
+    OURS_ON_SHARDS,
+    TORCH,
+    Job,
+    photo,
+    sums_of,
+)
 from PIL import Image
 from store import nginx_is_installed, serve_objects
 
@@ -70,7 +80,10 @@ SHORT = {
 }  # images of an epoch, for those whose rate does not depend on how many there are
 HANGS = 240  # seconds; time-out of a contestant's program
 KEEPS = "memory_kept"  # a setting of any contestant
-KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+KEEPING = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+}
 MOSAIC = "mosaicml-streaming"
 QUICK = [
     name for name in CONTESTANTS if name not in ("Ray Data", "torch DataLoader, best")
@@ -84,7 +97,9 @@ def key_of(number: int) -> str:
 def write_photos(folder: Path, images: int) -> None:
     """Noise over gradients, in the size and with the detail of a photo of ImageNet, and the sums of their pixels."""
     noise = (
-        np.random.default_rng(0).normal(128, 11.8, (2 * HEIGHT, 2 * WIDTH, 3)).astype(np.float32)
+        np.random.default_rng(0)
+        .normal(128, 11.8, (2 * HEIGHT, 2 * WIDTH, 3))
+        .astype(np.float32)
     )
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH].astype(np.float32)
     waves = [
@@ -155,7 +170,9 @@ def compete(python: str, job: Job) -> list[dict[str, Any]]:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        last = [line for line in errors.splitlines() if line and not line.startswith(" ")][-1:]
+        last = [
+            line for line in errors.splitlines() if line and not line.startswith(" ")
+        ][-1:]
         raise Failed(last[0][:200] if last else f"exit status {process.returncode}")
     return [json.loads(line) for line in out.splitlines()]
 
@@ -170,9 +187,18 @@ class Run:
         stop: `time.monotonic` after which no step begins.
     """
 
-    def __init__(self, path: Path | None, images: int, mds_python: str, stop: float) -> None:
-        self.path, self.images, self.mds_python, self.stop = path, images, mds_python, stop
-        found = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
+    def __init__(
+        self, path: Path | None, images: int, mds_python: str, stop: float
+    ) -> None:
+        self.path, self.images, self.mds_python, self.stop = (
+            path,
+            images,
+            mds_python,
+            stop,
+        )
+        found = (
+            json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
+        )
         if found.get("runs") and found["conditions"]["images"] != images:
             sys.exit(
                 f"{path} has runs of {found['conditions']['images']} images: continue with --images, or remove it"
@@ -187,7 +213,8 @@ class Run:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_suffix(".partial")
             partial.write_text(
-                json.dumps(self.results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+                json.dumps(self.results, indent=1, ensure_ascii=False) + "\n",
+                encoding="utf-8",
             )
             partial.replace(self.path)
 
@@ -202,14 +229,18 @@ class Run:
                 if self.mds_python
                 else f"{MOSAIC} needs NumPy < 2.2, an interpreter of its own: --mds-python"
             )
-        return "" if not package or is_installed(package) else f"{package} is not installed"
+        return (
+            "" if not package or is_installed(package) else f"{package} is not installed"
+        )
 
     @contextlib.contextmanager
     def stores(self) -> Iterator[Job]:
         """The files and the stores, as a job that has yet no contestant."""
         with contextlib.ExitStack() as open_now:
             folder = Path(
-                open_now.enter_context(tempfile.TemporaryDirectory(prefix="headrace-jpegs-"))
+                open_now.enter_context(
+                    tempfile.TemporaryDirectory(prefix="headrace-jpegs-")
+                )
             )
             write_photos(folder, self.images)
             photos = {
@@ -219,7 +250,11 @@ class Run:
             contents = {"photos": photos, "tar": tar_shards(photos)}
             size = sum(map(len, photos.values()))
             job = Job(
-                "write mds", {"bytes": size // SHARDS + (1 << 16)}, {}, str(folder), self.images
+                "write mds",
+                {"bytes": size // SHARDS + (1 << 16)},
+                {},
+                str(folder),
+                self.images,
             )
             mds_version = "not installed"
             if self.mds_python:
@@ -253,7 +288,10 @@ class Run:
         figures = sorted(compete(self.python(name), job), key=lambda each: each["rate"])[
             epochs // 2
         ]
-        return {**{key: round(value, 3) for key, value in figures.items()}, "load": round(load, 2)}
+        return {
+            **{key: round(value, 3) for key, value in figures.items()},
+            "load": round(load, 2),
+        }
 
     def sweep(self, job: Job, names: list[str]) -> None:
         """Look for each one's best setting, unless it is known."""
@@ -272,7 +310,9 @@ class Run:
                 continue
             for setting in settings:
                 self.attempt(job, name, setting, found)
-            rates = {words: rate for words, rate in found.items() if isinstance(rate, int)}
+            rates = {
+                words: rate for words, rate in found.items() if isinstance(rate, int)
+            }
             if not rates:
                 if len(found) == len(settings):
                     self.results["absent"][name] = f"failed: {next(iter(found.values()))}"
@@ -280,7 +320,9 @@ class Run:
             best = json.loads(max(rates, key=rates.__getitem__))
             if KEEPS not in best:
                 self.attempt(job, name, {**best, KEEPS: True}, found)
-                rates = {words: rate for words, rate in found.items() if isinstance(rate, int)}
+                rates = {
+                    words: rate for words, rate in found.items() if isinstance(rate, int)
+                }
                 best = json.loads(max(rates, key=rates.__getitem__))
             if time.monotonic() < self.stop:
                 self.results["best"][name] = best
@@ -305,7 +347,10 @@ class Run:
         runs = self.results["runs"]
         for number in range(rounds):
             for name in names:
-                if name in self.results["absent"] or len(runs.setdefault(name, [])) > number:
+                if (
+                    name in self.results["absent"]
+                    or len(runs.setdefault(name, [])) > number
+                ):
                     continue
                 if time.monotonic() > self.stop or name not in self.results["best"]:
                     print("no time left: continue with the same --results")
@@ -313,7 +358,9 @@ class Run:
                 try:
                     runs[name].append(self.one(job, name, self.results["best"][name]))
                 except Failed as error:
-                    self.results["absent"][name] = f"failed in round {number + 1}: {error}"
+                    self.results["absent"][name] = (
+                        f"failed in round {number + 1}: {error}"
+                    )
                     del runs[name]
                     print(f"{name}: {self.results['absent'][name]}")
                 else:
@@ -347,7 +394,11 @@ def report(results: dict[str, Any]) -> None:
     """The table, and the claims."""
     rates = Rounds(
         "images/s",
-        {name: [run["rate"] for run in runs] for name, runs in results["runs"].items() if runs},
+        {
+            name: [run["rate"] for run in runs]
+            for name, runs in results["runs"].items()
+            if runs
+        },
     )
     for key, unit in (
         ("cpu", "µs of CPU for an image"),
@@ -361,7 +412,8 @@ def report(results: dict[str, Any]) -> None:
         }
         print("; ".join(f"{name} {mean:.0f}" for name, mean in means.items()))
     print(
-        "settings: " + "; ".join(f"{name} {setting}" for name, setting in results["best"].items())
+        "settings: "
+        + "; ".join(f"{name} {setting}" for name, setting in results["best"].items())
     )
     if LIMIT not in rates.values:
         return
@@ -388,16 +440,28 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=3072, help="a multiple of 64")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--only", nargs="+", choices=CONTESTANTS, metavar="NAME", default=list(CONTESTANTS)
+        "--only",
+        nargs="+",
+        choices=CONTESTANTS,
+        metavar="NAME",
+        default=list(CONTESTANTS),
     )
-    parser.add_argument("--results", type=Path, help="file in which a run is kept, and continued")
-    parser.add_argument("--sweep", action="store_true", help="only look for the best settings")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing after that")
+    parser.add_argument(
+        "--results", type=Path, help="file in which a run is kept, and continued"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="only look for the best settings"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin nothing after that"
+    )
     parser.add_argument(
         "--mds-python", default=os.environ.get("HEADRACE_MDS_PYTHON", ""), metavar="PATH"
     )
     parser.add_argument(
-        "--provisional", default="", help="why the results are not to be shown, noted in the file"
+        "--provisional",
+        default="",
+        help="why the results are not to be shown, noted in the file",
     )
     parser.add_argument(
         "--plot",
@@ -417,7 +481,10 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     run = Run(
-        arguments.results, arguments.images, arguments.mds_python, began + 60 * arguments.minutes
+        arguments.results,
+        arguments.images,
+        arguments.mds_python,
+        began + 60 * arguments.minutes,
     )
     if arguments.provisional:
         run.write(provisional=arguments.provisional)
@@ -432,7 +499,9 @@ def main() -> None:
             report(run.results)
             run.write(complete=True)
     if failures := {
-        name: why for name, why in run.results["absent"].items() if why.startswith("failed")
+        name: why
+        for name, why in run.results["absent"].items()
+        if why.startswith("failed")
     }:
         sys.exit(f"these failed: {failures}")
 

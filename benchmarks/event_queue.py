@@ -14,7 +14,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._events: list[
+            tuple[float, int, Callable[..., None], tuple[object, ...]]
+        ] = []
         self._order = itertools.count()
 
     def at(self, time: float, call: Callable[..., None], *arguments: object) -> None:

@@ -64,7 +64,11 @@ class Cycle:
 
 def collate(samples: Sequence[hr.types.ObjectSample]) -> tuple[int, float, list[int]]:
     """The process, the time and the numbers of a batch."""
-    return os.getpid(), time.monotonic(), numbers_of((sample.data for sample in samples), SIZE)
+    return (
+        os.getpid(),
+        time.monotonic(),
+        numbers_of((sample.data for sample in samples), SIZE),
+    )
 
 
 Read = tuple[list[tuple[int, float]], float]
@@ -130,7 +134,11 @@ def read_as_ranks(store: Store, ranks: int, seconds: float) -> tuple[list[Read],
             environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
             command = [sys.executable, __file__, "--rank", store.endpoint]
             program = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             programs.append(stack.enter_context(program))
             assert program.stdout is not None
@@ -147,17 +155,25 @@ def read_as_ranks(store: Store, ranks: int, seconds: float) -> tuple[list[Read],
 def read_as_rank(endpoint: str) -> None:
     """The program of a rank: prints a line when it has begun, and what it has read by the time that stdin says."""
     end = [math.inf]
-    stop = threading.Thread(target=lambda: end.append(float(sys.stdin.readline())), daemon=True)
+    stop = threading.Thread(
+        target=lambda: end.append(float(sys.stdin.readline())), daemon=True
+    )
     stop.start()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = Store(endpoint, "", SIZE)
-    print(json.dumps(read(store, 1, lambda: print(flush=True), lambda: end[-1], rank, ranks)))
+    print(
+        json.dumps(
+            read(store, 1, lambda: print(flush=True), lambda: end[-1], rank, ranks)
+        )
+    )
 
 
 def jain(rates: Sequence[float]) -> float:
     """Jain's index of fairness (Jain, Chiu and Hawe, 1984)."""
     return (
-        sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates)) if any(rates) else 0.0
+        sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
+        if any(rates)
+        else 0.0
     )
 
 
@@ -172,7 +188,9 @@ def run(
     """The figures of one run, in the order of `UNITS`."""
     server.misbehave(*faults)
     reads, end = (
-        read_alone(store, engines, seconds) if ranks == 1 else read_as_ranks(store, ranks, seconds)
+        read_alone(store, engines, seconds)
+        if ranks == 1
+        else read_as_ranks(store, ranks, seconds)
     )
     began = end - seconds / 2
     shares = Counter(
@@ -180,7 +198,11 @@ def run(
     )
     rates = [count * BATCH / (seconds / 2) for count in shares.values()]
     rates += [0.0] * (engines * ranks - len(rates))
-    seen = [request.fault == "throttle" for request in server.seen() if began <= request.at < end]
+    seen = [
+        request.fault == "throttle"
+        for request in server.seen()
+        if began <= request.at < end
+    ]
     return (
         sum(rates),
         jain(rates),
@@ -217,7 +239,10 @@ def compare(name: str, seconds: float, rounds: int, engines: Sequence[int]) -> N
             rate.share(each, one, f"of the rate of one engine, {each}", at_least=0.9)
             for each in several
         ),
-        *(Figure(f"Jain's index, {each}", fairness.values[each], at_least=0.9) for each in several),
+        *(
+            Figure(f"Jain's index, {each}", fairness.values[each], at_least=0.9)
+            for each in several
+        ),
         *(
             Figure(f"refused, {each}", refused.values[each], at_most=0.05)
             for each in several
@@ -237,7 +262,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", type=int, nargs="+", default=(1, 2, 4))
     parser.add_argument("--stores", nargs="+", choices=STORES, default=[*STORES])
-    arguments = parse_arguments(parser, seconds=2.0, rounds=1, engines=(1, 2), stores=["throttled"])
+    arguments = parse_arguments(
+        parser, seconds=2.0, rounds=1, engines=(1, 2), stores=["throttled"]
+    )
     print(describe_machine())
     for name in arguments.stores:
         compare(name, arguments.seconds, arguments.rounds, arguments.engines)

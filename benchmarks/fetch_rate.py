@@ -43,7 +43,9 @@ NODES, UNORDERED = "torchdata.nodes", "headrace, out of order"
 LOADERS = {
     **FAMILIES,
     UNORDERED: Family(
-        functools.partial(headrace, in_order=False), [Setting(CONCURRENCY)], in_order=False
+        functools.partial(headrace, in_order=False),
+        [Setting(CONCURRENCY)],
+        in_order=False,
     ),
 }
 # Of log-normal latencies, in seconds; fetches in flight.
@@ -77,10 +79,14 @@ def race(
     """The rates of loaders, and the limit."""
     contestants: dict[str, Callable[[], float]] = {LIMIT: lambda: limit}
     with contextlib.ExitStack() as open_now:
-        store = open_now.enter_context(serve(objects, SIZE, latency=latency, spread=spread))
+        store = open_now.enter_context(
+            serve(objects, SIZE, latency=latency, spread=spread)
+        )
         for name, (setting, count) in entries.items():
             epoch = open_now.enter_context(LOADERS[name].open(store, setting, count))
-            contestants[name] = functools.partial(rate, store, LOADERS[name], epoch, count)
+            contestants[name] = functools.partial(
+                rate, store, LOADERS[name], epoch, count
+            )
         found = interleave(contestants, rounds=rounds, unit="objects/s")
     print(f"the store: {store.kind}; it shares the machine's cores")
     print(describe_machine())
@@ -96,7 +102,9 @@ def one_latency(objects: int, rounds: int) -> None:
         OURS: (at_once, objects),
         TORCH: (Setting(2, 2), TORCH_OBJECTS),
     }
-    print(f"{objects} objects of {SIZE} bytes, {LATENCY * 1000:.0f} ms, {CONCURRENCY} in flight")
+    print(
+        f"{objects} objects of {SIZE} bytes, {LATENCY * 1000:.0f} ms, {CONCURRENCY} in flight"
+    )
     found = race(entries, objects, rounds, CONCURRENCY / LATENCY, LATENCY, 0.0)
     claim(
         f"fetching at {CONCURRENCY} in flight",
@@ -119,7 +127,11 @@ def latencies_that_differ(objects: int, rounds: int) -> None:
         f"fetching at {WIDE} in flight where latencies differ",
         found.share(OURS, BARE, "of a bare loop", at_least=0.9),
         found.share(OURS, LIMIT),
-        *([found.share(OURS, NODES, "× torchdata.nodes")] if NODES in contestants else []),
+        *(
+            [found.share(OURS, NODES, "× torchdata.nodes")]
+            if NODES in contestants
+            else []
+        ),
     )
 
 

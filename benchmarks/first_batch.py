@@ -33,7 +33,14 @@ from typing import Any
 
 import obstore
 import torch
-from harness import Figure, claim, describe_machine, interleave, interleave_figures, parse_arguments
+from harness import (
+    Figure,
+    claim,
+    describe_machine,
+    interleave,
+    interleave_figures,
+    parse_arguments,
+)
 from obstore.store import from_url
 from servers import ObjectServer
 
@@ -81,7 +88,9 @@ class Epoch:
     """The keys, and how a dataset of them is opened."""
 
     def __init__(self) -> None:
-        self.keys = [f"train/n{i // 1300:08d}/n{i // 1300:08d}_{i:07d}.JPEG" for i in range(KEYS)]
+        self.keys = [
+            f"train/n{i // 1300:08d}/n{i // 1300:08d}_{i:07d}.JPEG" for i in range(KEYS)
+        ]
         first = torch.randperm(KEYS, generator=torch.Generator().manual_seed(SEED))[
             :AHEAD
         ]  # as the sampler draws
@@ -102,7 +111,9 @@ def two_gets(server: ObjectServer, key: str) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def first_batch(loader_class: Any, dataset: Any, *, pickles: int, **options: Any) -> float:
+def first_batch(
+    loader_class: Any, dataset: Any, *, pickles: int, **options: Any
+) -> float:
     """Milliseconds to the first batch."""
     began = time.perf_counter()
     loader = loader_class(dataset, batch_size=BATCH, **options)
@@ -173,7 +184,10 @@ def two_loaders(kind: str) -> None:
 
 def in_fresh_interpreter(*words: str) -> tuple[float, float]:
     done = subprocess.run(
-        [sys.executable, __file__, "--two", *words], check=True, capture_output=True, text=True
+        [sys.executable, __file__, "--two", *words],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     first, second = map(float, done.stdout.split())
     return first, second
@@ -239,7 +253,9 @@ IMPORT = "the import alone"
 def modules_in_workers(rounds: int) -> None:
     first, second = interleave_figures(
         {
-            IMPORT: lambda: import_of("torch, headrace.types, headrace.loader, sklearn.ensemble"),
+            IMPORT: lambda: import_of(
+                "torch, headrace.types, headrace.loader, sklearn.ensemble"
+            ),
             "headrace": lambda: in_fresh_interpreter("headrace"),
             "torch": lambda: in_fresh_interpreter("torch"),
         },
@@ -253,7 +269,9 @@ def modules_in_workers(rounds: int) -> None:
         "first batch of the first loader, scikit-learn in the transform",
         first.share("headrace", IMPORT, "× importing it", at_most=1.5),
     )
-    claim("first batch of the second loader", second.figure("headrace", "ms", at_most=300))
+    claim(
+        "first batch of the second loader", second.figure("headrace", "ms", at_most=300)
+    )
 
 
 def main() -> None:
@@ -261,9 +279,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--two", choices=("headrace", "torch", "starts"), help=argparse.SUPPRESS)
     parser.add_argument(
-        "pause", nargs="?", type=float, default=4.0, help="seconds of the program's other work"
+        "--two", choices=("headrace", "torch", "starts"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "pause",
+        nargs="?",
+        type=float,
+        default=4.0,
+        help="seconds of the program's other work",
     )
     arguments = parse_arguments(parser, rounds=1, pause=1.0)
     if arguments.two == "starts":
@@ -275,11 +299,17 @@ def main() -> None:
     starts_of_the_helper(arguments.rounds, arguments.pause)
     modules_in_workers(arguments.rounds)
     epoch = Epoch()
-    with ObjectServer({key: bytes(SIZE) for key in epoch.needed}, latency=LATENCY) as server:
+    with ObjectServer(
+        {key: bytes(SIZE) for key in epoch.needed}, latency=LATENCY
+    ) as server:
 
         def headrace(*, pickles: int, **options: Any) -> float:
             return first_batch(
-                hr.DataLoader, epoch.open(server), pickles=pickles, transform=length, **options
+                hr.DataLoader,
+                epoch.open(server),
+                pickles=pickles,
+                transform=length,
+                **options,
             )
 
         def shuffled() -> float:

@@ -32,7 +32,9 @@ SHARD = 500  # images of a shard, a file or a row group's multiple
 ROW_GROUP = 100  # images
 # Images from which a reader of streams draws, as their documentations propose.
 BUFFER = 1000
-TORCHVISION_OPERATORS = Path(__file__).parents[1] / "tests/integrations/torchvision_ops.py"
+TORCHVISION_OPERATORS = (
+    Path(__file__).parents[1] / "tests/integrations/torchvision_ops.py"
+)
 
 Batches = Iterable[Sequence[Any]]
 """Batches of the images' bytes."""
@@ -53,7 +55,9 @@ class Reader:
     """
 
     write: Callable[[Path, int], None]
-    open: Callable[[Path, int, bool], contextlib.AbstractContextManager[Callable[[], Batches]]]
+    open: Callable[
+        [Path, int, bool], contextlib.AbstractContextManager[Callable[[], Batches]]
+    ]
     packages: tuple[str, ...] = ()
     in_order: bool = True
     shuffles: bool = False
@@ -87,14 +91,18 @@ def write_parquet(folder: Path, count: int) -> None:
     import pyarrow.parquet
 
     for first in range(0, count, SHARD):
-        images = [content_of(number, SIZE) for number in range(first, min(first + SHARD, count))]
+        images = [
+            content_of(number, SIZE) for number in range(first, min(first + SHARD, count))
+        ]
         table = pyarrow.table({"image": pyarrow.array(images, pyarrow.binary())})
         options: dict[str, Any] = {
             "compression": "none",
             "use_dictionary": False,
             "row_group_size": ROW_GROUP,
         }
-        pyarrow.parquet.write_table(table, folder / f"{first // SHARD:04d}.parquet", **options)
+        pyarrow.parquet.write_table(
+            table, folder / f"{first // SHARD:04d}.parquet", **options
+        )
 
 
 def pattern(folder: Path, count: int, ending: str) -> str:
@@ -106,7 +114,9 @@ def images_of_tar(samples: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def headrace_tar(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+def headrace_tar(
+    folder: Path, count: int, shuffle: bool
+) -> Iterator[Callable[[], Batches]]:
     import headrace as hr
 
     dataset = hr.TarDataset(pattern(folder, count, "tar"), shuffle=shuffle)
@@ -124,12 +134,16 @@ def headrace_indexed_tar(
 
     os.environ["XDG_CACHE_HOME"] = str(folder)  # the index is kept there
     dataset = hr.TarDataset.index(pattern(folder, count, "tar"))
-    with hr.DataLoader(dataset, BATCH, shuffle=shuffle, collate_fn=images_of_tar) as loader:
+    with hr.DataLoader(
+        dataset, BATCH, shuffle=shuffle, collate_fn=images_of_tar
+    ) as loader:
         yield lambda: loader
 
 
 @contextlib.contextmanager
-def headrace_parquet(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+def headrace_parquet(
+    folder: Path, count: int, shuffle: bool
+) -> Iterator[Callable[[], Batches]]:
     import headrace as hr
 
     dataset = hr.ParquetDataset(str(folder), columns=["image"], format="arrow")
@@ -138,7 +152,9 @@ def headrace_parquet(folder: Path, count: int, shuffle: bool) -> Iterator[Callab
 
 
 @contextlib.contextmanager
-def pyarrow_dataset(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+def pyarrow_dataset(
+    folder: Path, count: int, shuffle: bool
+) -> Iterator[Callable[[], Batches]]:
     import pyarrow.dataset
 
     dataset = pyarrow.dataset.dataset(sorted(map(str, folder.glob("*.parquet"))))
@@ -153,7 +169,9 @@ def write_lance(folder: Path, count: int) -> None:
     import pyarrow
 
     for first in range(0, count, SHARD):
-        images = [content_of(number, SIZE) for number in range(first, min(first + SHARD, count))]
+        images = [
+            content_of(number, SIZE) for number in range(first, min(first + SHARD, count))
+        ]
         table = pyarrow.table({"image": pyarrow.array(images, pyarrow.large_binary())})
         lance.write_dataset(
             table, str(folder / "images.lance"), mode="append" if first else "create"
@@ -180,11 +198,15 @@ def lance(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batc
 
 
 @contextlib.contextmanager
-def webdataset(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+def webdataset(
+    folder: Path, count: int, shuffle: bool
+) -> Iterator[Callable[[], Batches]]:
     import webdataset as wds
 
     shards = 100 if shuffle else False  # the most that are shuffled
-    samples = wds.WebDataset(pattern(folder, count, "tar"), shardshuffle=shards, empty_check=False)
+    samples = wds.WebDataset(
+        pattern(folder, count, "tar"), shardshuffle=shards, empty_check=False
+    )
     if shuffle:
         samples = samples.shuffle(BUFFER)
     yield lambda: in_batches(sample["jpg"] for sample in samples)
@@ -198,7 +220,11 @@ def write_litdata(folder: Path, count: int) -> None:
     import litdata
 
     litdata.optimize(
-        litdata_sample, list(range(count)), str(folder), chunk_bytes=SHARD * SIZE, num_workers=1
+        litdata_sample,
+        list(range(count)),
+        str(folder),
+        chunk_bytes=SHARD * SIZE,
+        num_workers=1,
     )
 
 
@@ -212,7 +238,11 @@ def litdata(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Ba
 
     dataset = litdata.StreamingDataset(str(folder), shuffle=shuffle)
     loader = litdata.StreamingDataLoader(
-        dataset, batch_size=BATCH, num_workers=0, shuffle=shuffle, collate_fn=images_of_dicts
+        dataset,
+        batch_size=BATCH,
+        num_workers=0,
+        shuffle=shuffle,
+        collate_fn=images_of_dicts,
     )
     yield lambda: loader
 
@@ -230,7 +260,9 @@ def import_mosaic() -> tuple[Any, Any]:
 def write_mosaic(folder: Path, count: int) -> None:
     MDSWriter = import_mosaic()[0].MDSWriter
 
-    with MDSWriter(out=str(folder), columns={"image": "bytes"}, size_limit=SHARD * SIZE) as out:
+    with MDSWriter(
+        out=str(folder), columns={"image": "bytes"}, size_limit=SHARD * SIZE
+    ) as out:
         for number in range(count):
             out.write({"image": content_of(number, SIZE)})
 
@@ -247,12 +279,16 @@ def mosaic(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Bat
 
 
 @contextlib.contextmanager
-def huggingface(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], Batches]]:
+def huggingface(
+    folder: Path, count: int, shuffle: bool
+) -> Iterator[Callable[[], Batches]]:
     import datasets
 
     datasets.disable_progress_bars()
     files = sorted(map(str, folder.glob("*.parquet")))
-    streamed = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    streamed = datasets.load_dataset(
+        "parquet", data_files=files, split="train", streaming=True
+    )
     if shuffle:
         streamed = streamed.shuffle(buffer_size=BUFFER)
     yield lambda: (batch["image"] for batch in streamed.batch(BATCH))
@@ -270,7 +306,12 @@ def ray_data(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], B
             "log_to_driver": False,
             "logging_level": "ERROR",
         }
-        ray.init(address="local", num_cpus=len(os.sched_getaffinity(0)), _temp_dir=own, **options)
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            _temp_dir=own,
+            **options,
+        )
         try:
             context = ray.data.DataContext.get_current()
             context.enable_progress_bars = False
@@ -287,18 +328,24 @@ def ray_data(folder: Path, count: int, shuffle: bool) -> Iterator[Callable[[], B
 READERS: dict[str, Reader] = {
     "headrace, tar": Reader(write_tar, headrace_tar, in_order=False, shuffles=True),
     "headrace, indexed tar": Reader(write_tar, headrace_indexed_tar, shuffles=True),
-    "headrace, Parquet": Reader(write_parquet, headrace_parquet, ("pyarrow",), shuffles=True),
+    "headrace, Parquet": Reader(
+        write_parquet, headrace_parquet, ("pyarrow",), shuffles=True
+    ),
     "WebDataset, tar": Reader(write_tar, webdataset, ("webdataset",), shuffles=True),
     "LitData, its chunks": Reader(write_litdata, litdata, ("litdata",), shuffles=True),
     "Mosaic, MDS": Reader(write_mosaic, mosaic, ("mosaicml-streaming",), shuffles=True),
     "Lance": Reader(write_lance, lance, ("pylance",), shuffles=True),
     "pyarrow.dataset, Parquet": Reader(write_parquet, pyarrow_dataset, ("pyarrow",)),
-    "HF datasets, Parquet": Reader(write_parquet, huggingface, ("datasets",), shuffles=True),
+    "HF datasets, Parquet": Reader(
+        write_parquet, huggingface, ("datasets",), shuffles=True
+    ),
     "Ray Data, Parquet": Reader(write_parquet, ray_data, ("ray", "pyarrow")),
 }
 
 
-def epoch(reader: Reader, start: Callable[[], Batches], count: int, *, shuffled: bool) -> float:
+def epoch(
+    reader: Reader, start: Callable[[], Batches], count: int, *, shuffled: bool
+) -> float:
     """Images a second of an epoch in which every byte is compared."""
     began = time.perf_counter()
     numbers = [numbers_of(batch, SIZE) for batch in start()]
@@ -307,7 +354,9 @@ def epoch(reader: Reader, start: Callable[[], Batches], count: int, *, shuffled:
     return count / elapsed
 
 
-def answer(opened: Callable[[], contextlib.AbstractContextManager[Callable[[], float]]]) -> None:
+def answer(
+    opened: Callable[[], contextlib.AbstractContextManager[Callable[[], float]]],
+) -> None:
     """The rate of an epoch for each line of input, or the error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a reader prints is not an answer
@@ -317,7 +366,11 @@ def answer(opened: Callable[[], contextlib.AbstractContextManager[Callable[[], f
                 print(json.dumps({"rate": run()}), file=answers, flush=True)
     except Exception as error:  # the other readers continue
         message = (str(error).splitlines() or [""])[-1]
-        print(json.dumps({"error": f"{type(error).__name__}: {message}"}), file=answers, flush=True)
+        print(
+            json.dumps({"error": f"{type(error).__name__}: {message}"}),
+            file=answers,
+            flush=True,
+        )
         raise
 
 
@@ -335,6 +388,9 @@ def written(
 if __name__ == "__main__":
     answer(
         lambda: written(
-            sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), shuffled=sys.argv[4:] == ["shuffled"]
+            sys.argv[1],
+            Path(sys.argv[2]),
+            int(sys.argv[3]),
+            shuffled=sys.argv[4:] == ["shuffled"],
         )
     )

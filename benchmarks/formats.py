@@ -34,7 +34,15 @@ from harness import Rounds, claim, describe_machine, is_quick, parse_arguments
 
 OURS = "headrace, indexed tar"
 PROGRAM = Path(__file__).with_name("format_readers.py")
-PEERS = ("webdataset", "litdata", "mosaicml-streaming", "datasets", "ray", "pyarrow", "pylance")
+PEERS = (
+    "webdataset",
+    "litdata",
+    "mosaicml-streaming",
+    "datasets",
+    "ray",
+    "pyarrow",
+    "pylance",
+)
 
 
 class ReaderFailed(Exception):
@@ -102,7 +110,9 @@ class Process:
 
 def missing(python: str, packages: Sequence[str]) -> str:
     """The first package that an interpreter lacks; empty if there is none."""
-    program = "import sys, importlib.metadata as m\nfor name in sys.argv[1:]: m.version(name)"
+    program = (
+        "import sys, importlib.metadata as m\nfor name in sys.argv[1:]: m.version(name)"
+    )
     done = subprocess.run(
         [python, "-c", program, *packages], capture_output=True, text=True, check=False
     )
@@ -152,19 +162,33 @@ def main() -> None:
     parser.add_argument("--shuffled", action="store_true")
     parser.add_argument("--only", nargs="+", choices=READERS, default=list(READERS))
     parser.add_argument(
-        "--python", action="append", default=[], metavar="NAME=INTERPRETER", help="of a reader"
+        "--python",
+        action="append",
+        default=[],
+        metavar="NAME=INTERPRETER",
+        help="of a reader",
     )
     arguments = parse_arguments(parser, images=640, rounds=1)
     pythons = dict(interpreters(arguments.python))
     chosen = {name: pythons.get(name, sys.executable) for name in arguments.only}
-    lacking = {name: missing(python, READERS[name].packages) for name, python in chosen.items()}
-    absent = {name: f"{package} is not installed" for name, package in lacking.items() if package}
+    lacking = {
+        name: missing(python, READERS[name].packages) for name, python in chosen.items()
+    }
+    absent = {
+        name: f"{package} is not installed"
+        for name, package in lacking.items()
+        if package
+    }
     if arguments.shuffled:
-        absent |= {name: "does not shuffle here" for name in chosen if not READERS[name].shuffles}
+        absent |= {
+            name: "does not shuffle here" for name in chosen if not READERS[name].shuffles
+        }
     order = ("shuffled",) if arguments.shuffled else ()
     with contextlib.ExitStack() as open_now:
         processes = {
-            name: open_now.enter_context(Process(python, name, arguments.images, after=order))
+            name: open_now.enter_context(
+                Process(python, name, arguments.images, after=order)
+            )
             for name, python in chosen.items()
             if name not in absent
         }
@@ -176,7 +200,8 @@ def main() -> None:
     if not rounds.values:
         sys.exit(f"no reader has figures: {absent | failed}")
     rounds.show(
-        against=OURS if OURS in rounds.values else next(iter(rounds.values)), absent=absent | failed
+        against=OURS if OURS in rounds.values else next(iter(rounds.values)),
+        absent=absent | failed,
     )
     if peers := [name for name in rounds.values if not name.startswith("headrace")]:
         best = max(peers, key=rounds.median)

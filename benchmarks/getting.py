@@ -57,7 +57,9 @@ class GetRange(Getter):
         return obstore.get_range(self.client, key_of(number), start=0, length=self.size)
 
     async def aget(self, number: int) -> Any:
-        return await obstore.get_range_async(self.client, key_of(number), start=0, length=self.size)
+        return await obstore.get_range_async(
+            self.client, key_of(number), start=0, length=self.size
+        )
 
 
 class GetRangeIfMatch(GetRange):
@@ -79,7 +81,9 @@ class GetRangeIfMatch(GetRange):
     async def aget(self, number: int) -> Any:
         key = key_of(number)
         answer = await obstore.get_async(
-            self.client, key, options={"range": (0, self.size), "if_match": self.tags[key]}
+            self.client,
+            key,
+            options={"range": (0, self.size), "if_match": self.tags[key]},
         )
         return await answer.bytes_async()
 
@@ -130,7 +134,9 @@ def allow_http_for_litdata(worker: int = 0) -> None:
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
 
 
-def raw_litdata(endpoint: str, files: Mapping[str, int], folder: str, **options: Any) -> Any:
+def raw_litdata(
+    endpoint: str, files: Mapping[str, int], folder: str, **options: Any
+) -> Any:
     """A `StreamingRawDataset` of files and their sizes, without the listing that it would make with s3fs."""
     from litdata import StreamingRawDataset
     from litdata.raw.indexer import FileIndexer, FileMetadata
@@ -140,7 +146,9 @@ def raw_litdata(endpoint: str, files: Mapping[str, int], folder: str, **options:
 
     class Known(FileIndexer):
         def build_or_load_index(self, *_: Any, **__: Any) -> list[FileMetadata]:
-            return [FileMetadata(f"s3://{BUCKET}/{key}", size) for key, size in files.items()]
+            return [
+                FileMetadata(f"s3://{BUCKET}/{key}", size) for key, size in files.items()
+            ]
 
         def __reduce__(self) -> Any:
             return FileIndexer, ()  # workers get the dataset with its files
@@ -148,5 +156,9 @@ def raw_litdata(endpoint: str, files: Mapping[str, int], folder: str, **options:
     client = {"endpoint_url": endpoint, "region_name": "us-east-1"}
     client |= dict.fromkeys(("aws_access_key_id", "aws_secret_access_key"), "none")
     return StreamingRawDataset(
-        f"s3://{BUCKET}/", cache_dir=folder, indexer=Known(), storage_options=client, **options
+        f"s3://{BUCKET}/",
+        cache_dir=folder,
+        indexer=Known(),
+        storage_options=client,
+        **options,
     )

@@ -33,7 +33,10 @@ class Gpu:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """How long the device takes for what `work` enqueues."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
         begin.record()
         work()
         end.record()

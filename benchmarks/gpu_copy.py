@@ -41,10 +41,17 @@ PLACES = 64  # where each tensor is looked at
 WARM = 5  # steps of each round that do not count: the pipeline fills
 # seconds behind which no further comparison begins, so that all ends within ten minutes
 LIMIT = 8 * 60
-RESIDENT, HEADRACE, TORCH, BY_HAND = "resident", "headrace", "torch, pin_memory", "torch, by hand"
+RESIDENT, HEADRACE, TORCH, BY_HAND = (
+    "resident",
+    "headrace",
+    "torch, pin_memory",
+    "torch, by hand",
+)
 
 Batch = list[torch.Tensor]
-Way = Callable[["Bench", "Batches"], AbstractContextManager[Callable[[], Iterator[Batch]]]]
+Way = Callable[
+    ["Bench", "Batches"], AbstractContextManager[Callable[[], Iterator[Batch]]]
+]
 
 
 class Batches(torch.utils.data.Dataset[Batch]):
@@ -58,7 +65,10 @@ class Batches(torch.utils.data.Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         # Untouched pages cost nothing; the bytes that are checked differ for each batch.
-        made = [torch.empty(self.size // self.parts, dtype=torch.uint8) for _ in range(self.parts)]
+        made = [
+            torch.empty(self.size // self.parts, dtype=torch.uint8)
+            for _ in range(self.parts)
+        ]
         for part in made:
             places(part).fill_(index % 251)
         return made
@@ -101,11 +111,15 @@ class Bench:
         self.rounds = 1 if self.rehearses else 3 if short else 5
         self.steps = WARM + (2 if self.rehearses else 25 if short else 55)
         # One core for the trainer, some for the workers' supervision and torch's pin thread.
-        self.workers = 1 if self.rehearses else min(12, max(2, len(os.sched_getaffinity(0)) - 3))
+        self.workers = (
+            1 if self.rehearses else min(12, max(2, len(os.sched_getaffinity(0)) - 3))
+        )
         self.side = 8 if self.rehearses else 4096
         self.began = time.monotonic()
 
-    def batches(self, size: float, *, steps: int | None = None, parts: int = 1) -> Batches:
+    def batches(
+        self, size: float, *, steps: int | None = None, parts: int = 1
+    ) -> Batches:
         return Batches(round(size * self.unit), steps or self.steps, parts)
 
     def step(self, seconds: float) -> Step:
@@ -127,7 +141,12 @@ class Bench:
         return size * self.unit * times / min(self.gpu.seconds(copy) for _ in range(3))
 
     def timed(
-        self, batches: Iterator[Batch], step: Callable[[], None], steps: int, *, same: bool
+        self,
+        batches: Iterator[Batch],
+        step: Callable[[], None],
+        steps: int,
+        *,
+        same: bool,
     ) -> float:
         """Milliseconds a step, the first few left out.
 
@@ -172,7 +191,9 @@ class Bench:
             for name, way in ways.items():
                 begin = loaders.enter_context(way(self, data))
 
-                def run(begin: Callable[[], Iterator[Batch]] = begin, name: str = name) -> float:
+                def run(
+                    begin: Callable[[], Iterator[Batch]] = begin, name: str = name
+                ) -> float:
                     return self.timed(begin(), step, len(data), same=name == RESIDENT)
 
                 try:
@@ -201,7 +222,11 @@ def resident(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batc
 
 @contextmanager
 def headrace(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
-    options = {"batch_size": None, "num_workers": bench.workers, "persistent_workers": True}
+    options = {
+        "batch_size": None,
+        "num_workers": bench.workers,
+        "persistent_workers": True,
+    }
     with hr.DataLoader(data, device=bench.gpu.device, **options) as loader:
         yield lambda: iter(loader)
 
@@ -230,13 +255,19 @@ def pageable(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batc
     with hr.DataLoader(
         data, batch_size=None, num_workers=bench.workers, persistent_workers=True
     ) as loader:
-        yield lambda: ([part.to(bench.gpu.device, copy=True) for part in batch] for batch in loader)
+        yield lambda: (
+            [part.to(bench.gpu.device, copy=True) for part in batch] for batch in loader
+        )
 
 
 @contextmanager
 def one_by_one(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
     """Headrace's batches in pinned memory, each tensor copied by itself, ahead, on a side stream."""
-    options = {"batch_size": None, "num_workers": bench.workers, "persistent_workers": True}
+    options = {
+        "batch_size": None,
+        "num_workers": bench.workers,
+        "persistent_workers": True,
+    }
     with hr.DataLoader(data, pin_memory=bench.gpu.pins, **options) as loader:
         yield lambda: ahead(bench.gpu, iter(loader))
 
@@ -277,12 +308,15 @@ def torchs(bench: Bench, data: Batches) -> torch.utils.data.DataLoader[Batch]:
 def torch_pinned(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
     loader = torchs(bench, data)
     yield lambda: (
-        [part.to(bench.gpu.device, non_blocking=True) for part in batch] for batch in loader
+        [part.to(bench.gpu.device, non_blocking=True) for part in batch]
+        for batch in loader
     )
 
 
 @contextmanager
-def torch_prefetched(bench: Bench, data: Batches) -> Iterator[Callable[[], Iterator[Batch]]]:
+def torch_prefetched(
+    bench: Bench, data: Batches
+) -> Iterator[Callable[[], Iterator[Batch]]]:
     loader = torchs(bench, data)
     yield lambda: ahead(bench.gpu, iter(loader))
 
@@ -322,12 +356,16 @@ def step_times(bench: Bench, peaks: Mapping[int, float]) -> None:
         steps = bench.steps if milliseconds == 5 else bench.steps // 2
         for size in (38,) if bench.rehearses else (4, 38, 154):
             title = f"{size} MiB, steps of {milliseconds} ms"
-            rounds = bench.compare(title, bench.batches(size, steps=steps), step, ways, RESIDENT)
+            rounds = bench.compare(
+                title, bench.batches(size, steps=steps), step, ways, RESIDENT
+            )
             if rounds is None:
                 continue
             ratio = rounds.share(HEADRACE, RESIDENT, "of a resident batch", at_most=1.01)
             # A step cannot be shorter than its copy: there the link is the aim.
-            took = rounds.figure(HEADRACE, "ms", at_most=size * MIB / peaks[size] * 1e3 / 0.95)
+            took = rounds.figure(
+                HEADRACE, "ms", at_most=size * MIB / peaks[size] * 1e3 / 0.95
+            )
             aim = f"{ratio.aim}, or ≥ 0.95 of the link ({took.aim})"
             claim(title, ratio, took, aim=aim, met=bool(ratio.met or took.met))
 
@@ -347,24 +385,33 @@ def ablation(bench: Bench, peak: float) -> None:
     if rounds is None:
         return
     shares = {
-        name: [size * MIB / (each / 1e3) / peak for each in rounds.values[name]] for name in ways
+        name: [size * MIB / (each / 1e3) / peak for each in rounds.values[name]]
+        for name in ways
     }
     print(
         "; ".join(
-            f"{name}: {statistics.median(share):.2f} of the peak" for name, share in shares.items()
+            f"{name}: {statistics.median(share):.2f} of the peak"
+            for name, share in shares.items()
         )
     )
-    claim("copies while computing", Figure("of the peak", shares["registered slab"], at_least=0.95))
+    claim(
+        "copies while computing",
+        Figure("of the peak", shares["registered slab"], at_least=0.95),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--short", action="store_true", help="three rounds in place of five, and half the steps"
+        "--short",
+        action="store_true",
+        help="three rounds in place of five, and half the steps",
     )
     parser.add_argument("--no-tests", action="store_true", help="leave out tests/gpu")
     parser.add_argument(
-        "--dry-run", action="store_true", help="every path on the CPU, without figures; as --quick"
+        "--dry-run",
+        action="store_true",
+        help="every path on the CPU, without figures; as --quick",
     )
     arguments = parse_arguments(parser, dry_run=True)
     if arguments.dry_run:
@@ -376,7 +423,15 @@ def main() -> None:
     began = time.monotonic()
     if not (arguments.no_tests or arguments.dry_run):
         root = Path(__file__).parents[1]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/gpu",
+        ]
         subprocess.run(command, cwd=root, check=True)
     print(f"{gpu.name()}; {describe_machine()}")
     bench = Bench(gpu, short=arguments.short)
@@ -391,7 +446,9 @@ def main() -> None:
         "one by one": one_by_one,
         "torch, one by one": torch_prefetched,
     }
-    small = bench.batches(SMALL * 4 / 1024 if not bench.rehearses else SMALL * 4, parts=SMALL)
+    small = bench.batches(
+        SMALL * 4 / 1024 if not bench.rehearses else SMALL * 4, parts=SMALL
+    )
     bench.compare(f"{SMALL} tensors of 4 KiB", small, nothing, packing, "one by one")
     step_times(bench, peaks)
     print(f"\n{time.monotonic() - began:.0f} s in all")

@@ -89,7 +89,9 @@ class Figure:
     def __post_init__(self) -> None:
         if not self.values:
             raise ValueError(f"the figure {self.words!r} has no value")
-        if self.higher_is_better is None and (self.at_least is None) == (self.at_most is None):
+        if self.higher_is_better is None and (self.at_least is None) == (
+            self.at_most is None
+        ):
             raise ValueError(
                 f"the figure {self.words!r} needs at_least, at_most or higher_is_better"
             )
@@ -102,7 +104,11 @@ class Figure:
     @property
     def improves_upwards(self) -> bool:
         """Whether a higher value is better."""
-        return self.at_least is not None if self.higher_is_better is None else self.higher_is_better
+        return (
+            self.at_least is not None
+            if self.higher_is_better is None
+            else self.higher_is_better
+        )
 
     @property
     def met(self) -> bool | None:
@@ -118,7 +124,9 @@ class Figure:
         """What is claimed, in words; empty if nothing is."""
         bounds = (("≥", self.at_least), ("≤", self.at_most))
         return ", ".join(
-            f"{sign} {number(bound)} {self.words}" for sign, bound in bounds if bound is not None
+            f"{sign} {number(bound)} {self.words}"
+            for sign, bound in bounds
+            if bound is not None
         )
 
     def __str__(self) -> str:
@@ -182,7 +190,9 @@ class Rounds:
     ) -> Figure:
         """The ratio of two contestants as the figure of a claim; `words` is ``of …`` by default."""
         words = words or f"of {of}"
-        return Figure(words, self.ratios(name, of), at_least, at_most, self.higher_is_better)
+        return Figure(
+            words, self.ratios(name, of), at_least, at_most, self.higher_is_better
+        )
 
     def figure(
         self,
@@ -194,7 +204,11 @@ class Rounds:
     ) -> Figure:
         """The values of one contestant as the figure of a claim; `words` is the unit by default."""
         return Figure(
-            words or self.unit, self.values[name], at_least, at_most, self.higher_is_better
+            words or self.unit,
+            self.values[name],
+            at_least,
+            at_most,
+            self.higher_is_better,
         )
 
     def show(self, *, against: str, absent: Mapping[str, str] | None = None) -> None:
@@ -215,10 +229,19 @@ class Rounds:
         for name, why in absent.items():
             print(f"{name:{width}}  {why}")
         values = {name: list(given) for name, given in self.values.items()}
-        record({"table": self.unit, "against": against, "values": values, "absent": dict(absent)})
+        record(
+            {
+                "table": self.unit,
+                "against": against,
+                "values": values,
+                "absent": dict(absent),
+            }
+        )
 
 
-def interleave(contestants: Mapping[str, Callable[[], float]], *, rounds: int, unit: str) -> Rounds:
+def interleave(
+    contestants: Mapping[str, Callable[[], float]], *, rounds: int, unit: str
+) -> Rounds:
     """Run every contestant once in each round; a round before them warms up, but for a quick run.
 
     Args:
@@ -235,7 +258,10 @@ def interleave(contestants: Mapping[str, Callable[[], float]], *, rounds: int, u
 
 
 def interleave_figures(
-    contestants: Mapping[str, Callable[[], Sequence[float]]], *, rounds: int, units: Sequence[str]
+    contestants: Mapping[str, Callable[[], Sequence[float]]],
+    *,
+    rounds: int,
+    units: Sequence[str],
 ) -> tuple[Rounds, ...]:
     """As `interleave`, for contestants with more than one figure each: one `Rounds` for each of `units`."""
     values: tuple[dict[str, list[float]], ...] = tuple(
@@ -256,7 +282,8 @@ def record(entry: Mapping[str, Any]) -> None:
     if path := os.environ.get(RECORDS):
         with open(path, "a", encoding="utf-8") as file:
             file.write(
-                json.dumps({"file": Path(sys.argv[0]).name, **entry}, allow_nan=False) + "\n"
+                json.dumps({"file": Path(sys.argv[0]).name, **entry}, allow_nan=False)
+                + "\n"
             )
 
 
@@ -321,14 +348,22 @@ def commit() -> tuple[str, bool]:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") or "unknown", bool(git("status", "--porcelain"))
+    return git("rev-parse", "--short", "HEAD") or "unknown", bool(
+        git("status", "--porcelain")
+    )
 
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def machine(*peers: str) -> dict[str, Any]:
@@ -337,7 +372,9 @@ def machine(*peers: str) -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    models = [
+        line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+    ]
     return {
         "cpu": models[0] if models else platform.processor() or "unknown",
         "cores": cores(),

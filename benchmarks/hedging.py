@@ -35,7 +35,12 @@ PEERS = {"torchdata.nodes": Setting(64), "torch, threads in workers": Setting(64
 
 
 def figures(
-    server: ObjectServer, store: Store, family: Family, epoch: Epoch, count: int, *faults: Fault
+    server: ObjectServer,
+    store: Store,
+    family: Family,
+    epoch: Epoch,
+    count: int,
+    *faults: Fault,
 ) -> tuple[float, float]:
     """Objects a second, and requests for each object."""
     server.misbehave(*faults)
@@ -83,7 +88,9 @@ def main() -> None:
                 figures, server, store, family, epoch, number, *faults
             )
         rates, requests = interleave_figures(
-            contestants, rounds=arguments.rounds, units=("objects/s", "requests for each object")
+            contestants,
+            rounds=arguments.rounds,
+            units=("objects/s", "requests for each object"),
         )
     print(
         f"{count} objects of {SIZE} bytes, {LATENCY * 1000:.0f} ms, 64 in flight, batches of {BATCH} in order"

@@ -94,7 +94,9 @@ def main() -> None:
             next(loader.sampler.indices_from(cursor))
             positions.append(1e3 * (time.perf_counter() - began))
         claim("a position in the order", Figure("ms", positions, at_most=1.0))
-        claim("state", Figure("bytes", [len(json.dumps(loader.state_dict()))], at_most=1000))
+        claim(
+            "state", Figure("bytes", [len(json.dumps(loader.state_dict()))], at_most=1000)
+        )
 
 
 if __name__ == "__main__":

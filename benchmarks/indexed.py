@@ -67,10 +67,14 @@ def tar_case(size: int, samples: int) -> Case:
         return stream.getvalue()
 
     def check(found: Iterator[Any]) -> None:
-        check_set([numbers_of((sample["bin"] for sample in found), size)], SHARDS * samples)
+        check_set(
+            [numbers_of((sample["bin"] for sample in found), size)], SHARDS * samples
+        )
 
     objects = {f"{number:04d}.tar": shard(number) for number in range(SHARDS)}
-    return Case(f"tar, {size:,} bytes", objects, open_tar, check, SHARDS * samples, None, 0.9)
+    return Case(
+        f"tar, {size:,} bytes", objects, open_tar, check, SHARDS * samples, None, 0.9
+    )
 
 
 def open_tar(pattern: str) -> Any:
@@ -84,14 +88,17 @@ def lines_case(samples: int) -> Case:
     def shard(number: int) -> bytes:
         first = number * samples
         rows = (
-            {"number": each, "text": f"text {each} " * 32} for each in range(first, first + samples)
+            {"number": each, "text": f"text {each} " * 32}
+            for each in range(first, first + samples)
         )
         return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
     def check(found: Iterator[Any]) -> None:
         numbers = sorted(line["number"] for line in found)
         if numbers != list(range(SHARDS * samples)):
-            raise RuntimeError("lines are missing, or came twice: this run does not count")
+            raise RuntimeError(
+                "lines are missing, or came twice: this run does not count"
+            )
 
     def parse(data: bytes) -> object:
         return [json.loads(line) for line in data.splitlines()]
@@ -120,7 +127,9 @@ def with_bare_ranges(case: Case, url: str) -> float:
         async def one() -> None:
             nonlocal received
             for key, start, length in wanted:
-                data = await obstore.get_range_async(store, key, start=start, length=length)
+                data = await obstore.get_range_async(
+                    store, key, start=start, length=length
+                )
                 received += len(data)
                 # Lines that are cut by the ranges' borders are left out.
                 if case.parse is not None:
@@ -151,7 +160,9 @@ def with_loader(case: Case, dataset: Any, *, shuffle: bool) -> float:
 def checked(case: Case, dataset: Any, server: ObjectServer, *, shuffle: bool) -> int:
     """Check the contents of an epoch; returns the number of its requests."""
     before = server.requests()["GET"]
-    with hr.DataLoader(dataset, BATCH, shuffle=shuffle, seed=0, collate_fn=list) as loader:
+    with hr.DataLoader(
+        dataset, BATCH, shuffle=shuffle, seed=0, collate_fn=list
+    ) as loader:
         case.check(sample for batch in loader for sample in batch)
     return server.requests()["GET"] - before
 
@@ -178,7 +189,10 @@ def measure(case: Case, latency: float, rounds: int) -> None:
         f"indexed {case.name}, {latency * 1e3:.0f} ms",
         found.share("headrace, in order", "bare obstore ranges", at_least=case.aim),
         found.share(
-            "headrace, shuffled", "headrace, in order", "shuffled, of in order", at_least=0.9
+            "headrace, shuffled",
+            "headrace, in order",
+            "shuffled, of in order",
+            at_least=0.9,
         ),
     )
 

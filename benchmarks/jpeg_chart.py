@@ -41,13 +41,19 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
 
 def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
     """The lines of the picture."""
-    rates = {name: [run["rate"] for run in runs] for name, runs in results["runs"].items() if runs}
+    rates = {
+        name: [run["rate"] for run in runs]
+        for name, runs in results["runs"].items()
+        if runs
+    }
     limit = results["limit"]
     given, its = results["conditions"], rates.pop(limit)
     rounds = min(map(len, (its, *rates.values())))
     scale = (WIDTH - LEFT - RIGHT) / max(map(max, (its, *rates.values())))
     shown = {name: shown_as(name, results["best"][name]) for name in rates}
-    on_shards = {name: reads not in ("", "photos") for name, reads in results["reads"].items()}
+    on_shards = {
+        name: reads not in ("", "photos") for name, reads in results["reads"].items()
+    }
     rows: list[tuple[str, str, list[float], str]] = []
     for words, sharded in (("one object for each image", False), ("shards", True)):
         members = sorted(rates, key=lambda name: -statistics.median(rates[name]))
@@ -59,7 +65,8 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
         ]
         absent = [name for name in results["absent"] if on_shards[name] == sharded]
         rows += [
-            (name, "absent", [], f"not run: {results['absent'][name]}"[:76]) for name in absent
+            (name, "absent", [], f"not run: {results['absent'][name]}"[:76])
+            for name in absent
         ]
     top = 82
     height = top + ROW * len(rows) + 26
@@ -68,14 +75,19 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
         f"Median of {rounds} interleaved runs, line from min to max. {given['machine']['cores']} cores, which loaders"
         " and store share.",
         "2 workers decode and augment, where no other number is named.",
-        *([f"provisional: {results['provisional']}"] if results.get("provisional") else []),
+        *(
+            [f"provisional: {results['provisional']}"]
+            if results.get("provisional")
+            else []
+        ),
     ]
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
         f' role="img" font-family="{FONT}" font-size="13">'
     )
     summary = "; ".join(
-        f"{shown[name]} {statistics.median(values):,.0f}" for name, values in rates.items()
+        f"{shown[name]} {statistics.median(values):,.0f}"
+        for name, values in rates.items()
     )
     yield f"<title>{escape(title)}</title><desc>{escape(summary)}</desc>"
     yield text(0, 17, title, colors["text"], size=16, weight=600)
@@ -100,7 +112,9 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
             continue
         median, low, high = statistics.median(values), min(values), max(values)
         yield rectangle(LEFT, middle - BAR / 2, max(median * scale, 1), BAR, colors[kind])
-        yield line(LEFT + low * scale, middle, LEFT + high * scale, middle, colors["text"], 1.5)
+        yield line(
+            LEFT + low * scale, middle, LEFT + high * scale, middle, colors["text"], 1.5
+        )
         at = LEFT + max(median, high) * scale + 6
         yield text(
             at,
@@ -120,7 +134,9 @@ def svg(results: Mapping[str, Any], colors: Mapping[str, str]) -> Iterator[str]:
 def shown_as(name: str, setting: Mapping[str, Any]) -> str:
     """A loader's name, with its workers where they are not two."""
     workers = f", {setting['num_workers']} workers" if "num_workers" in setting else ""
-    threads = f" × {setting['threads']} threads" if workers and "threads" in setting else ""
+    threads = (
+        f" × {setting['threads']} threads" if workers and "threads" in setting else ""
+    )
     return f"{name.removesuffix(', best')}{workers}{threads}"
 
 
@@ -145,7 +161,14 @@ def rectangle(x: float, y: float, width: float, height: float, color: str) -> st
 
 
 def line(
-    x1: float, y1: float, x2: float, y2: float, color: str, width: float, *, dashes: str = "none"
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    color: str,
+    width: float,
+    *,
+    dashes: str = "none",
 ) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="{width}"'

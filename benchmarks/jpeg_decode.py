@@ -48,10 +48,14 @@ def make_files() -> list[bytes]:
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     files = []
     for number in range(FILES):
-        waves = np.stack([np.sin(x / (9 + number + c)) + np.cos(y / (7 + c)) for c in range(3)], -1)
+        waves = np.stack(
+            [np.sin(x / (9 + number + c)) + np.cos(y / (7 + c)) for c in range(3)], -1
+        )
         pixels = 128 + 50 * waves + random.normal(0, 11, (HEIGHT, WIDTH, 3))
         out = io.BytesIO()
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=85)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
+            out, "JPEG", quality=85
+        )
         files.append(out.getvalue())
     return files
 
@@ -121,7 +125,9 @@ class Reader:
             seen.append(corners(batch))
             last = batch
         elapsed = time.perf_counter() - began
-        if not torch.equal(torch.cat(seen), self.corners) or not torch.equal(last, self.last):
+        if not torch.equal(torch.cat(seen), self.corners) or not torch.equal(
+            last, self.last
+        ):
             raise RuntimeError("images are missing or wrong: this run does not count")
         return self.images / elapsed
 
@@ -140,7 +146,9 @@ def decode_on_demand(requests: Connection, dataset: Decoded, half: int) -> None:
         for start in range(
             half * BATCH, len(dataset), 2 * BATCH
         ):  # every other batch, as a worker gets them
-            torch.stack([dataset[index] for index in range(start, start + BATCH)], out=out)
+            torch.stack(
+                [dataset[index] for index in range(start, start + BATCH)], out=out
+            )
         requests.send("done")
 
 
@@ -199,7 +207,11 @@ def main() -> None:
     files = make_files()
     dataset = Decoded(files, length)
     reader = Reader(dataset)
-    workers: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
+    workers: dict[str, Any] = {
+        "batch_size": BATCH,
+        "num_workers": 2,
+        "persistent_workers": True,
+    }
     workers_of_torch = {"multiprocessing_context": "spawn", **workers}
     torch_loader = torch.utils.data.DataLoader(dataset, **workers_of_torch)
     tuned_loader = torch.utils.data.DataLoader(
@@ -209,7 +221,9 @@ def main() -> None:
     with (
         BareLoops(dataset) as bare_loops,
         hr.DataLoader(dataset, **workers_of_torch) as map_loader,
-        hr.DataLoader(Fetched(files, length), transform=decode_fetched, **workers) as async_loader,
+        hr.DataLoader(
+            Fetched(files, length), transform=decode_fetched, **workers
+        ) as async_loader,
     ):
         contestants: dict[str, Callable[[], float]] = {
             LIMIT: bare_loops,

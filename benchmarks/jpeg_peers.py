@@ -29,7 +29,13 @@ import obstore
 import simplejpeg
 import torch
 from format_readers import import_mosaic
-from getting import BatchInThreads, Getter, OneAtATime, allow_http_for_litdata, raw_litdata
+from getting import (
+    BatchInThreads,
+    Getter,
+    OneAtATime,
+    allow_http_for_litdata,
+    raw_litdata,
+)
 from jpeg_decode import BATCH as LIMIT_BATCH
 from jpeg_decode import BareLoops, cropped
 from processes import descendants
@@ -38,7 +44,16 @@ from torch.utils.data import default_collate
 
 import headrace as hr
 
-__all__ = ["BATCH", "CLASSES", "CONTESTANTS", "Contestant", "Job", "number_of", "photo", "sums_of"]
+__all__ = [
+    "BATCH",
+    "CLASSES",
+    "CONTESTANTS",
+    "Contestant",
+    "Job",
+    "number_of",
+    "photo",
+    "sums_of",
+]
 
 BATCH = 64
 CLASSES = 10
@@ -114,7 +129,9 @@ class Photos(Getter):
     def __init__(self, store: Store) -> None:
         super().__init__(store.url, store.options)
         self.listed = [
-            (each["path"], each["size"]) for page in obstore.list(self.client) for each in page
+            (each["path"], each["size"])
+            for page in obstore.list(self.client)
+            for each in page
         ]
 
     def __call__(self, number: int) -> tuple[Any, int]:
@@ -123,7 +140,9 @@ class Photos(Getter):
 
     async def aget(self, number: int) -> tuple[Any, int]:
         key, size = self.listed[number]
-        return await obstore.get_range_async(self.client, key, start=0, length=size), int(key[0])
+        return await obstore.get_range_async(self.client, key, start=0, length=size), int(
+            key[0]
+        )
 
     def decoded(self, number: int) -> tuple[torch.Tensor, int, int]:
         return photo(*self(number))
@@ -150,7 +169,9 @@ class FromMemory(torch.utils.data.Dataset[torch.Tensor]):
 @contextlib.contextmanager
 def decoding_alone(job: Job) -> Iterator[Callable[[], float]]:
     """Its epoch gives images a second, since it has no batches."""
-    files = [file.read_bytes() for file in sorted(Path(job.folder, "photos").rglob("*.jpg"))]
+    files = [
+        file.read_bytes() for file in sorted(Path(job.folder, "photos").rglob("*.jpg"))
+    ]
     with BareLoops(FromMemory(files[: len(files) // LIMIT_BATCH * LIMIT_BATCH])) as loops:
         yield loops
 
@@ -191,7 +212,12 @@ def headrace_shards(job: Job) -> Iterator[Epoch]:
     theirs = {name: value for name, value in job.setting.items() if name not in options}
     shards = hr.TarDataset(hr.Store(store.url, options=store.options), **ours)
     with hr.DataLoader(
-        shards, BATCH, num_workers=WORKERS, persistent_workers=True, transform=of_tar, **theirs
+        shards,
+        BATCH,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        transform=of_tar,
+        **theirs,
     ) as loader:
         yield lambda: loader
 
@@ -204,7 +230,9 @@ def torch_loader(dataset: Any, workers: int, **options: Any) -> Iterator[Epoch]:
     """Torch's loader, its workers started once."""
     # Otherwise each worker imports them, which takes seconds.
     multiprocessing.set_forkserver_preload(["torch", "obstore.store", "simplejpeg"])
-    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="This DataLoader will create", category=UserWarning
+    )
     loader = torch.utils.data.DataLoader(
         dataset,
         num_workers=workers,
@@ -230,7 +258,10 @@ class FetchedInThreads(BatchInThreads):
 def torch_blocking(job: Job) -> contextlib.AbstractContextManager[Epoch]:
     """The dataset as it is usually written, or one that fetches a batch in threads."""
     photos = Photos(job.store("photos"))
-    workers, threads = job.setting.get("num_workers", WORKERS), job.setting.get("threads", 0)
+    workers, threads = (
+        job.setting.get("num_workers", WORKERS),
+        job.setting.get("threads", 0),
+    )
     dataset = (
         FetchedInThreads(photos, job.images, threads)
         if threads
@@ -287,7 +318,9 @@ def spdl(job: Job) -> Iterator[Epoch]:
         if where == "threads":
             executor = open_now.enter_context(ThreadPoolExecutor(WORKERS))
         elif where == "processes":
-            executor = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("forkserver"))
+            executor = ProcessPoolExecutor(
+                WORKERS, multiprocessing.get_context("forkserver")
+            )
             open_now.enter_context(executor)
 
         def builder() -> Any:
@@ -329,7 +362,9 @@ def litdata(job: Job) -> Iterator[Epoch]:
     options["transform"] = without_label if in_threads else None
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
         raw = raw_litdata(store.endpoint, dict(listed), folder, **options)
-        with torch_loader(Labelled(raw), workers, worker_init_fn=allow_http_for_litdata) as epoch:
+        with torch_loader(
+            Labelled(raw), workers, worker_init_fn=allow_http_for_litdata
+        ) as epoch:
             yield epoch
 
 
@@ -361,7 +396,11 @@ def webdataset(job: Job) -> contextlib.AbstractContextManager[Epoch]:
 
     store = job.store("tar")
     found = Getter(store.url, store.options).client
-    urls = [f"{store.http_url}/{each['path']}" for page in obstore.list(found) for each in page]
+    urls = [
+        f"{store.http_url}/{each['path']}"
+        for page in obstore.list(found)
+        for each in page
+    ]
     samples = wds.WebDataset(urls, shardshuffle=False, empty_check=False).map(of_tar)
     batches = samples.batched(BATCH, collation_fn=default_collate)
     return torch_loader(batches, job.setting.get("num_workers", WORKERS), batch_size=None)
@@ -393,7 +432,9 @@ def mosaic(job: Job) -> Iterator[Epoch]:
         for stream in dataset.streams:
             # otherwise the forked workers share its connection, and mix up the answers
             stream._downloader.clean_up()
-        with torch_loader(OfMosaic(dataset), workers, multiprocessing_context="fork") as epoch:
+        with torch_loader(
+            OfMosaic(dataset), workers, multiprocessing_context="fork"
+        ) as epoch:
             yield epoch
 
 
@@ -419,7 +460,9 @@ def write_mds(job: Job) -> str:
     with streaming.MDSWriter(
         out=str(out), columns=columns, size_limit=job.setting["bytes"]
     ) as shards:
-        for file in sorted(Path(job.folder, "photos").rglob("*.jpg"), key=lambda file: file.name):
+        for file in sorted(
+            Path(job.folder, "photos").rglob("*.jpg"), key=lambda file: file.name
+        ):
             shards.write({"jpg": file.read_bytes(), "cls": int(file.parent.name)})
     return str(streaming.__version__)
 
@@ -432,7 +475,9 @@ def ray_data(job: Job) -> Iterator[Epoch]:
     from pyarrow.fs import S3FileSystem
 
     store, listed = job.store("photos"), Photos(job.store("photos")).listed
-    files = S3FileSystem(anonymous=True, endpoint_override=store.endpoint, region="us-east-1")
+    files = S3FileSystem(
+        anonymous=True, endpoint_override=store.endpoint, region="us-east-1"
+    )
     ray.init(
         num_cpus=job.setting["num_cpus"],
         include_dashboard=False,
@@ -459,7 +504,9 @@ def ray_data(job: Job) -> Iterator[Epoch]:
         made = read.map_batches(of_rows, batch_size=BATCH)
 
         def epoch() -> Batches:
-            for batch in made.iter_torch_batches(batch_size=BATCH, prefetch_batches=AHEAD):
+            for batch in made.iter_torch_batches(
+                batch_size=BATCH, prefetch_batches=AHEAD
+            ):
                 yield batch["pixels"], batch["label"], batch["number"]
 
         yield epoch
@@ -487,7 +534,11 @@ def cpu_of(pid: int | None) -> float:
 
 
 def timed(
-    job: Job, contestant: Contestant, epoch: Epoch, expected: Any, requests_at_first: float
+    job: Job,
+    contestant: Contestant,
+    epoch: Epoch,
+    expected: Any,
+    requests_at_first: float,
 ) -> dict[str, float]:
     """The figures of one epoch.
 
@@ -536,7 +587,9 @@ def timed(
         raise RuntimeError("labels are wrong: this run does not count")
     if not np.array_equal(sums, expected[numbers]):
         raise RuntimeError("pixels are wrong: this run does not count")
-    if requests < (job.images if contestant.reads == "photos" else 0.9 * requests_at_first):
+    if requests < (
+        job.images if contestant.reads == "photos" else 0.9 * requests_at_first
+    ):
         raise RuntimeError(
             f"{requests} requests were made, the rest was cached: this run does not count"
         )

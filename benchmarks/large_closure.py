@@ -32,7 +32,11 @@ from processes import proportional_size
 import headrace as hr
 
 BATCH, BATCHES = 64, 20
-UNITS = ("ms to the first batch", "MB in all processes", "ms for iter() of the second epoch")
+UNITS = (
+    "ms to the first batch",
+    "MB in all processes",
+    "ms for iter() of the second epoch",
+)
 LOADERS = ("headrace", "torch")
 ROWS = 1000
 
@@ -78,7 +82,8 @@ def measure(name: str, megabytes: int) -> None:
     for number, batch in enumerate(loader):
         first = first or time.perf_counter() - began
         if batch.tolist() != [
-            expected[index % ROWS] for index in range(number * BATCH, (number + 1) * BATCH)
+            expected[index % ROWS]
+            for index in range(number * BATCH, (number + 1) * BATCH)
         ]:
             raise RuntimeError(f"batch {number} is wrong: this run does not count")
     memory = proportional_size(os.getpid())
@@ -103,7 +108,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=480)
-    parser.add_argument("--loader", choices=LOADERS, help="measure this one, in this process")
+    parser.add_argument(
+        "--loader", choices=LOADERS, help="measure this one, in this process"
+    )
     parser.add_argument("--large", action="store_true", help="with the array")
     arguments = parse_arguments(parser, rounds=1, megabytes=24)
     megabytes = arguments.megabytes
@@ -123,13 +130,18 @@ def main() -> None:
     for table in tables:
         table.show(against="headrace, nothing")
     times, memory, _ = tables
-    later = [each / 1e3 for each in times.differences("headrace, the array", "headrace, nothing")]
+    later = [
+        each / 1e3
+        for each in times.differences("headrace, the array", "headrace, nothing")
+    ]
     more = [
         each / megabytes - 1
         for each in memory.differences("headrace, the array", "headrace, nothing")
     ]
     what = f"a transform with an array of {megabytes} MB"
-    claim(f"first batch, {what}", Figure("s later than without the array", later, at_most=2))
+    claim(
+        f"first batch, {what}", Figure("s later than without the array", later, at_most=2)
+    )
     claim(
         f"memory of all processes, {what}",
         Figure("arrays beside the trainer's own", more, at_most=1.25),

@@ -46,7 +46,9 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def many(samples: list[int]) -> Batch:
-    return {f"column {i}": torch.full(SHAPE, float(samples[0] + i)) for i in range(TENSORS)}
+    return {
+        f"column {i}": torch.full(SHAPE, float(samples[0] + i)) for i in range(TENSORS)
+    }
 
 
 def read(loader: Any, batches: int) -> float:
@@ -58,14 +60,18 @@ def read(loader: Any, batches: int) -> float:
         right += is_right(batch, number)
     elapsed = time.perf_counter() - began
     if right != batches:
-        raise RuntimeError(f"{right} batches of {batches} are right: this run does not count")
+        raise RuntimeError(
+            f"{right} batches of {batches} are right: this run does not count"
+        )
     return (batches - 1) / elapsed
 
 
 def is_right(batch: Batch, number: int) -> bool:
     columns = torch.stack(list(batch.values())).flatten(1)
     expected = torch.arange(TENSORS, dtype=torch.float32).unsqueeze(1) + number * BATCH
-    return columns.shape == (TENSORS, SHAPE[0] * SHAPE[1]) and bool((columns == expected).all())
+    return columns.shape == (TENSORS, SHAPE[0] * SHAPE[1]) and bool(
+        (columns == expected).all()
+    )
 
 
 def collate_on_demand(requests: Connection) -> None:
@@ -85,7 +91,8 @@ class BareLoops:
         pipes = [context.Pipe() for _ in range(2)]
         self.ends = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(target=collate_on_demand, args=(theirs,)) for _, theirs in pipes
+            context.Process(target=collate_on_demand, args=(theirs,))
+            for _, theirs in pipes
         ]
         for process in self.processes:
             process.start()
@@ -124,7 +131,10 @@ def main() -> None:
     }
     batches, few = arguments.batches, arguments.batches // TORCH_SHARE
     torch_loader = torch.utils.data.DataLoader(Numbers(BATCH * few), **options)
-    with BareLoops() as bare_loops, hr.DataLoader(Numbers(BATCH * batches), **options) as loader:
+    with (
+        BareLoops() as bare_loops,
+        hr.DataLoader(Numbers(BATCH * batches), **options) as loader,
+    ):
         rounds = interleave(
             {
                 LIMIT: lambda: bare_loops(batches),

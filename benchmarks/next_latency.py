@@ -33,7 +33,13 @@ from typing import Any
 import numpy as np
 import torch
 import uvloop
-from harness import claim, describe_machine, interleave_figures, is_installed, parse_arguments
+from harness import (
+    claim,
+    describe_machine,
+    interleave_figures,
+    is_installed,
+    parse_arguments,
+)
 
 import headrace as hr
 
@@ -49,7 +55,12 @@ QUEUE, TURN, SAMPLER, PROCESS = (
     "the sampler's next()",
     "a bare process",
 )
-AIMS = {"next(), thread": 10, "anext(), thread": 10, "next(), process": 50, "anext(), process": 50}
+AIMS = {
+    "next(), thread": 10,
+    "anext(), thread": 10,
+    "next(), process": 50,
+    "anext(), process": 50,
+}
 MEAN_AIMS = {"next(), thread": 8, "next(), process": 30}
 UNITS = ("µs, median of the calls", "µs, mean of the calls")
 
@@ -78,7 +89,9 @@ def as_it_is(batch: torch.Tensor) -> torch.Tensor:
 
 
 def time_calls(
-    calls: int, call: Callable[[], Any], as_tensor: Callable[[Any], torch.Tensor] = as_it_is
+    calls: int,
+    call: Callable[[], Any],
+    as_tensor: Callable[[Any], torch.Tensor] = as_it_is,
 ) -> Figures:
     """The median and the mean of `call()` in µs."""
     times = []
@@ -119,7 +132,10 @@ def with_queue(calls: int) -> Figures:
 
 def with_turns(calls: int) -> Figures:
     ready = iter(
-        [torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(1, calls + 1)]
+        [
+            torch.arange(number * BATCH, (number + 1) * BATCH)
+            for number in range(1, calls + 1)
+        ]
     )
 
     async def turn() -> torch.Tensor:
@@ -207,9 +223,15 @@ def with_sampler(calls: int) -> Figures:
 def with_spdl(calls: int) -> Figures:
     from spdl.pipeline import PipelineBuilder
 
-    source = [torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(calls + 1)]
+    source = [
+        torch.arange(number * BATCH, (number + 1) * BATCH) for number in range(calls + 1)
+    ]
     pipeline = (
-        PipelineBuilder().add_source(source).pipe(torch.clone).add_sink(4).build(num_threads=1)
+        PipelineBuilder()
+        .add_source(source)
+        .pipe(torch.clone)
+        .add_sink(4)
+        .build(num_threads=1)
     )
     with pipeline.auto_stop():
         batches = pipeline.get_iterator()
@@ -245,7 +267,9 @@ def main() -> None:
             contestants["SPDL, next()"] = lambda: with_spdl(calls)
         else:
             absent["SPDL, next()"] = "spdl is not installed"
-        medians, means = interleave_figures(contestants, rounds=arguments.rounds, units=UNITS)
+        medians, means = interleave_figures(
+            contestants, rounds=arguments.rounds, units=UNITS
+        )
     print(
         f"{calls} calls, {REST * 1000:.0f} ms apart, a batch ready; batches of {BATCH} integers; anext() on uvloop"
     )

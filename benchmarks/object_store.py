@@ -48,7 +48,11 @@ EQUAL = 64  # GETs in flight at equal concurrency
 OBJECTS = 16_384  # an epoch of more than a second for the fastest
 HANGS = 120  # seconds; time-out of an epoch: one of s3torchconnector's hung
 EPOCH = 2.0  # seconds of an epoch at few requests in flight, which reads fewer objects
-BARE, BARE_IF_MATCH, TORCH = "bare obstore loop", "bare obstore loop, If-Match", "torch, 2 workers"
+BARE, BARE_IF_MATCH, TORCH = (
+    "bare obstore loop",
+    "bare obstore loop, If-Match",
+    "torch, 2 workers",
+)
 BARE_THREAD = "bare obstore loop, in a thread"
 # The least share asked of each: of the bare loop at best, and of the best peer. Without `If-Match`
 # headrace sends the same requests as the peers and the bare loop.
@@ -63,7 +67,9 @@ LIMIT = "concurrency ÷ latency"
 
 def count_for(setting: Setting, objects: int) -> int:
     """How many objects an epoch has: whole batches, at least two for each worker."""
-    by_latency = int(setting.in_flight / LATENCY * EPOCH) if setting.in_flight else objects
+    by_latency = (
+        int(setting.in_flight / LATENCY * EPOCH) if setting.in_flight else objects
+    )
     count = max(min(objects, by_latency), 2 * BATCH * setting.workers)
     return -(-count // BATCH) * BATCH
 
@@ -82,7 +88,9 @@ class Contestant:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, store: Store, name: str, setting: Setting, count: int) -> Iterator[Contestant]:
+    def opened(
+        cls, store: Store, name: str, setting: Setting, count: int
+    ) -> Iterator[Contestant]:
         """Start the process; it ends with the block."""
         context = multiprocessing.get_context("spawn")
         line, its = context.Pipe()
@@ -114,7 +122,9 @@ class Contestant:
         return float(objects), float(cpu)
 
 
-def compete(line: Connection, store: Store, name: str, setting: Setting, count: int) -> None:
+def compete(
+    line: Connection, store: Store, name: str, setting: Setting, count: int
+) -> None:
     """Main function of a contestant's process: an epoch for each message, answered with its rate and CPU time."""
     family = FAMILIES[name]
     with contextlib.suppress(EOFError):
@@ -138,7 +148,9 @@ def search(
     """Objects per second of each setting, the better of two epochs after a first, or the failure."""
     found: dict[Setting, int | str] = {}
     for setting in settings:
-        with Contestant.opened(store, name, setting, count_for(setting, objects)) as contestant:
+        with Contestant.opened(
+            store, name, setting, count_for(setting, objects)
+        ) as contestant:
             try:
                 if not is_quick():
                     contestant.run()
@@ -184,7 +196,9 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def table(rounds: Rounds, entries: Mapping[str, str], *, in_flight: int | None = None) -> Rounds:
+def table(
+    rounds: Rounds, entries: Mapping[str, str], *, in_flight: int | None = None
+) -> Rounds:
     """The figures of some contestants under the given names, and the limit by latency."""
     values = {shown: rounds.values[name] for shown, name in entries.items()}
     if in_flight is not None:
@@ -211,12 +225,16 @@ def report(
 ) -> None:
     """Print the three tables and the claims."""
     alike = table(
-        rounds, {name: entry(name, setting) for name, setting in equal.items()}, in_flight=EQUAL
+        rounds,
+        {name: entry(name, setting) for name, setting in equal.items()},
+        in_flight=EQUAL,
     )
     print(f"\n{EQUAL} in flight in all")
     alike.show(against=LIMIT)
     tuned = table(rounds, {name: entry(name, setting) for name, setting in best.items()})
-    entries = {entry(name, setting): entry(name, setting) for name, setting in best.items()}
+    entries = {
+        entry(name, setting): entry(name, setting) for name, setting in best.items()
+    }
     print("\neach at its best setting")
     table(rounds, entries).show(against=entry(BARE, best[BARE]), absent=absent)
     table(cpu, entries).show(against=entry(BARE, best[BARE]))
@@ -225,7 +243,8 @@ def report(
     peers = [
         name
         for name in best
-        if name not in (BARE, BARE_IF_MATCH, BARE_THREAD, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)
+        if name
+        not in (BARE, BARE_IF_MATCH, BARE_THREAD, *OURS, *IN_PROCESSES, PEER_IN_PROCESSES)
     ]
     objects = f"objects of {size / 1000:.0f} KB"
     for ours, (of_bare, of_peer) in OURS.items():
@@ -233,7 +252,9 @@ def report(
             continue
         claim(
             f"{objects}, {ours}",
-            alike.share(ours, "limit", f"of a bare loop at {EQUAL} in flight", at_least=0.95),
+            alike.share(
+                ours, "limit", f"of a bare loop at {EQUAL} in flight", at_least=0.95
+            ),
             tuned.share(
                 ours,
                 BARE,
@@ -256,7 +277,9 @@ def report(
     if OWN in best and BARE_IF_MATCH in best:
         claim(
             f"{objects}, {OWN}",
-            tuned.share(OWN, BARE_IF_MATCH, "of a bare loop with If-Match, each at its best"),
+            tuned.share(
+                OWN, BARE_IF_MATCH, "of a bare loop with If-Match, each at its best"
+            ),
         )
     unconditional = "headrace, if_match=False"
     if unconditional in best and BARE_THREAD in best:
@@ -272,7 +295,9 @@ def report(
         if ours in best and PEER_IN_PROCESSES in best:
             claim(
                 f"{objects}, {ours}",
-                tuned.share(ours, PEER_IN_PROCESSES, f"× {PEER_IN_PROCESSES}", at_least=of_peer),
+                tuned.share(
+                    ours, PEER_IN_PROCESSES, f"× {PEER_IN_PROCESSES}", at_least=of_peer
+                ),
             )
 
 
@@ -300,14 +325,20 @@ def main() -> None:
         help="the bare loop always runs",
     )
     parser.add_argument(
-        "--test-server", action="store_true", help="the library's own server, be nginx there or not"
+        "--test-server",
+        action="store_true",
+        help="the library's own server, be nginx there or not",
     )
     arguments = parse_arguments(parser, objects=256, rounds=1)
     size = arguments.size
     if size % 8 or not 8 <= size <= LONGEST:
         parser.error(f"--size must be a multiple of 8, from 8 to {LONGEST}")
     objects = min(arguments.objects, STORED // size)
-    chosen = {name: family for name, family in FAMILIES.items() if name in {BARE, *arguments.only}}
+    chosen = {
+        name: family
+        for name, family in FAMILIES.items()
+        if name in {BARE, *arguments.only}
+    }
     absent = {
         name: f"{family.package} is not installed"
         for name, family in chosen.items()
@@ -322,7 +353,9 @@ def main() -> None:
         name: each.settings[:1] if arguments.quick else each.settings
         for name, each in chosen.items()
     }
-    stored = max(count_for(setting, objects) for tried in settings.values() for setting in tried)
+    stored = max(
+        count_for(setting, objects) for tried in settings.values() for setting in tried
+    )
 
     with serve(stored, size, latency=LATENCY, nginx=not arguments.test_server) as store:
         print(
@@ -332,7 +365,11 @@ def main() -> None:
         print(
             f"comparing every byte of an object takes {checking_cost(size) * 1e6:.1f} µs, for all"
         )
-        print(describe_machine("torchdata", "spdl-core", "grain", "s3torchconnector", "litdata"))
+        print(
+            describe_machine(
+                "torchdata", "spdl-core", "grain", "s3torchconnector", "litdata"
+            )
+        )
         print("\nthe search for each one's best setting [objects/s]")
         equal: dict[str, Setting] = {}
         best: dict[str, Setting] = {}
@@ -346,7 +383,9 @@ def main() -> None:
                 flush=True,
             )
             rates = {
-                setting: result for setting, result in found.items() if isinstance(result, int)
+                setting: result
+                for setting, result in found.items()
+                if isinstance(result, int)
             }
             if not rates:
                 absent[name] = str(next(iter(found.values())))
@@ -355,7 +394,9 @@ def main() -> None:
             if (first := family.settings[0]) in rates and first.in_flight == EQUAL:
                 equal[name] = first
         if arguments.quick:
-            if failures := {name: why for name, why in absent.items() if why.startswith("failed")}:
+            if failures := {
+                name: why for name, why in absent.items() if why.startswith("failed")
+            }:
                 sys.exit(f"these failed: {failures}")
             print("a quick run: no race, nothing is claimed")
             return
@@ -365,13 +406,19 @@ def main() -> None:
     for name, why in failed.items():
         print(f"{name} {why}")
     equal = {
-        name: setting for name, setting in equal.items() if entry(name, setting) in rounds.values
+        name: setting
+        for name, setting in equal.items()
+        if entry(name, setting) in rounds.values
     }
     best = {
-        name: setting for name, setting in best.items() if entry(name, setting) in rounds.values
+        name: setting
+        for name, setting in best.items()
+        if entry(name, setting) in rounds.values
     }
     if without := [name for name in (BARE, *OURS) if name in chosen and name not in best]:
-        sys.exit(f"no figures of {', '.join(without)}: {'; '.join((absent | failed).values())}")
+        sys.exit(
+            f"no figures of {', '.join(without)}: {'; '.join((absent | failed).values())}"
+        )
     report(size, rounds, cpu, equal, best, absent | failed)
 
 

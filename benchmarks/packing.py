@@ -103,7 +103,9 @@ def measure(
         return elapsed / len(documents) * 1e6, 1.0
     counts = np.zeros(VALUES, np.int64)
     for sequence in packed:
-        segments = sequence["segment_ids" if "segment_ids" in sequence else "tokens_segment_ids"]
+        segments = sequence[
+            "segment_ids" if "segment_ids" in sequence else "tokens_segment_ids"
+        ]
         counts += np.bincount(
             np.asarray(sequence["tokens"])[np.asarray(segments) > 0], minlength=VALUES
         )

@@ -44,7 +44,9 @@ AHEAD = 16  # row groups at once of the bare loop
 
 def file(number: int) -> bytes:
     random = np.random.default_rng(number)
-    table = pyarrow.table({f"c{i}": random.integers(0, 1 << 40, GROUPS * GROUP) for i in range(8)})
+    table = pyarrow.table(
+        {f"c{i}": random.integers(0, 1 << 40, GROUPS * GROUP) for i in range(8)}
+    )
     stream = io.BytesIO()
     pyarrow.parquet.write_table(table, stream, row_group_size=GROUP, use_dictionary=False)
     return stream.getvalue()
@@ -55,12 +57,19 @@ def spans_of(data: bytes) -> list[list[tuple[int, int]]]:
     metadata = pyarrow.parquet.ParquetFile(io.BytesIO(data)).metadata
     groups = []
     for group in range(metadata.num_row_groups):
-        chunks = [metadata.row_group(group).column(i) for i in range(metadata.num_columns)]
+        chunks = [
+            metadata.row_group(group).column(i) for i in range(metadata.num_columns)
+        ]
         wanted = [chunk for chunk in chunks if chunk.path_in_schema in COLUMNS]
         ranges = Ranges.of(
-            [(c.data_page_offset, c.data_page_offset + c.total_compressed_size) for c in wanted]
+            [
+                (c.data_page_offset, c.data_page_offset + c.total_compressed_size)
+                for c in wanted
+            ]
         )
-        groups.append([(span.start, span.stop - span.start) for span in plan_spans(ranges)])
+        groups.append(
+            [(span.start, span.stop - span.start) for span in plan_spans(ranges)]
+        )
     return groups
 
 
@@ -80,30 +89,40 @@ def check_values(
     table = pyarrow.concat_tables(tables)
     rows = np.stack([np.asarray(table[name]) for name in COLUMNS])
     if not np.array_equal(rows[:, np.lexsort(rows)], expected):
-        raise RuntimeError(f"{name} gives other values than were stored: this run does not count")
+        raise RuntimeError(
+            f"{name} gives other values than were stored: this run does not count"
+        )
 
 
 def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> float:
     """Read and decode row groups by obstore and pyarrow alone."""
     metadata = {
-        key: pyarrow.parquet.read_metadata(io.BytesIO(data)) for key, data in objects.items()
+        key: pyarrow.parquet.read_metadata(io.BytesIO(data))
+        for key, data in objects.items()
     }
     plans = {key: spans_of(data) for key, data in objects.items()}
 
     def decode(key: str, group: int, pieces: list[tuple[int, memoryview]]) -> int:
         source = pyarrow.PythonFile(SparseFile(pieces, len(objects[key])), mode="r")
-        file = pyarrow.parquet.ParquetFile(source, metadata=metadata[key], pre_buffer=False)
+        file = pyarrow.parquet.ParquetFile(
+            source, metadata=metadata[key], pre_buffer=False
+        )
         table = file.read_row_group(group, columns=COLUMNS, use_threads=False)
         if as_rows:
             return sum(
-                len(table.slice(start, BATCH).to_pylist()) for start in range(0, len(table), BATCH)
+                len(table.slice(start, BATCH).to_pylist())
+                for start in range(0, len(table), BATCH)
             )
         return len(table)
 
     async def run() -> float:
         store = from_url(url, client_options={"allow_http": True})
         groups = iter(
-            [(key, group, spans) for key, plan in plans.items() for group, spans in enumerate(plan)]
+            [
+                (key, group, spans)
+                for key, plan in plans.items()
+                for group, spans in enumerate(plan)
+            ]
         )
         rows = 0
 
@@ -116,7 +135,8 @@ def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> fl
                 )
                 parts = await asyncio.gather(*reads)
                 pieces = [
-                    (start, memoryview(part)) for (start, _), part in zip(spans, parts, strict=True)
+                    (start, memoryview(part))
+                    for (start, _), part in zip(spans, parts, strict=True)
                 ]
                 came = await asyncio.to_thread(decode, key, group, pieces)
                 rows += came
@@ -131,7 +151,11 @@ def bare(url: str, objects: dict[str, bytes], size: int, *, as_rows: bool) -> fl
 
 
 def with_loader(
-    dataset: hr.ParquetDataset, files: int, size: int, batch_size: int = BATCH, **options: Any
+    dataset: hr.ParquetDataset,
+    files: int,
+    size: int,
+    batch_size: int = BATCH,
+    **options: Any,
 ) -> float:
     # Without the row groups of the epoch before.
     dataset = pickle.loads(pickle.dumps(dataset))
@@ -145,7 +169,9 @@ def with_loader(
 
 def with_pyarrow(dataset: pyarrow.dataset.Dataset, files: int, size: int) -> float:
     began = time.perf_counter()
-    rows = sum(len(batch) for batch in dataset.to_batches(columns=COLUMNS, batch_size=BATCH))
+    rows = sum(
+        len(batch) for batch in dataset.to_batches(columns=COLUMNS, batch_size=BATCH)
+    )
     elapsed = time.perf_counter() - began
     check(rows, files)
     return size / elapsed / 1e6
@@ -157,12 +183,17 @@ def main() -> None:
     )
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--latency", type=float, default=0.02, help="seconds to the first byte")
+    parser.add_argument(
+        "--latency", type=float, default=0.02, help="seconds to the first byte"
+    )
     arguments = parse_arguments(parser, files=1, rounds=1)
     files = arguments.files
     objects = {f"{number}.parquet": file(number) for number in range(files)}
     size = sum(
-        length for data in objects.values() for spans in spans_of(data) for _, length in spans
+        length
+        for data in objects.values()
+        for spans in spans_of(data)
+        for _, length in spans
     )
     with ObjectServer(objects, latency=arguments.latency) as server:
         url = server.http_url
@@ -184,10 +215,14 @@ def main() -> None:
         contestants = {
             "bare reads and decoder": lambda: bare(url, objects, size, as_rows=False),
             "headrace, tables": lambda: with_loader(tables, files, size),
-            "headrace, tables, shuffled": lambda: with_loader(tables, files, size, **shuffled),
+            "headrace, tables, shuffled": lambda: with_loader(
+                tables, files, size, **shuffled
+            ),
             "headrace, whole row groups": lambda: with_loader(tables, files, size, GROUP),
             "pyarrow.dataset, its S3": lambda: with_pyarrow(remote, files, size),
-            "bare reads, decoder, to_pylist": lambda: bare(url, objects, size, as_rows=True),
+            "bare reads, decoder, to_pylist": lambda: bare(
+                url, objects, size, as_rows=True
+            ),
             "headrace, dicts": lambda: with_loader(dicts, files, size, **as_list),
             "headrace, dicts, shuffled": lambda: with_loader(
                 dicts, files, size, **as_list, **shuffled
@@ -197,7 +232,8 @@ def main() -> None:
             [
                 np.stack([np.asarray(table[name]) for name in COLUMNS])
                 for table in (
-                    pyarrow.parquet.read_table(io.BytesIO(data)) for data in objects.values()
+                    pyarrow.parquet.read_table(io.BytesIO(data))
+                    for data in objects.values()
                 )
             ],
             axis=1,
@@ -222,7 +258,9 @@ def main() -> None:
     )
     claim(
         "Parquet as tables, whole row groups, over HTTP",
-        rounds.share("headrace, whole row groups", "bare reads and decoder", at_least=0.9),
+        rounds.share(
+            "headrace, whole row groups", "bare reads and decoder", at_least=0.9
+        ),
     )
     claim(
         f"Parquet as dicts, {BATCH} rows in a batch, over HTTP",

@@ -63,7 +63,9 @@ def conditional_getter(store: Store) -> GetRangeIfMatch:
     return GetRangeIfMatch(plain.url, plain.options, plain.size, tags)
 
 
-def collate_samples_for(store: Store) -> Callable[[Sequence[hr.types.ObjectSample]], list[int]]:
+def collate_samples_for(
+    store: Store,
+) -> Callable[[Sequence[hr.types.ObjectSample]], list[int]]:
     return lambda samples: numbers_of((sample.data for sample in samples), store.size)
 
 
@@ -97,13 +99,19 @@ def bare_loop(
 ) -> Iterator[Epoch]:
     """The limit of obstore and store."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        get, collate = (conditional_getter if if_match else getter)(store).aget, collate_for(store)
+        get, collate = (
+            (conditional_getter if if_match else getter)(store).aget,
+            collate_for(store),
+        )
 
         def epoch() -> Batches:
             batches: list[list[int]] = []
             runner.run(
                 fetch_batches(
-                    get, count, setting.in_flight, lambda ready: batches.append(collate(ready))
+                    get,
+                    count,
+                    setting.in_flight,
+                    lambda ready: batches.append(collate(ready)),
                 )
             )
             return batches
@@ -121,7 +129,9 @@ def bare_thread(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
         def epoch() -> Batches:
             queue: SimpleQueue[list[Any] | None] = SimpleQueue()
             running = thread.submit(
-                lambda: runner.run(fetch_batches(get, count, setting.in_flight, queue.put))
+                lambda: runner.run(
+                    fetch_batches(get, count, setting.in_flight, queue.put)
+                )
             )
             running.add_done_callback(lambda _: queue.put(None))
             while (ready := queue.get()) is not None:
@@ -145,7 +155,9 @@ def headrace(
     engines: int = 1,
     in_order: bool = True,
 ) -> Iterator[Epoch]:
-    objects = hr.ObjectDataset(hr.Store(store.url, options=store.options, if_match=if_match))
+    objects = hr.ObjectDataset(
+        hr.Store(store.url, options=store.options, if_match=if_match)
+    )
     concurrency: int | Literal["auto"] = setting.in_flight or "auto"
     with hr.DataLoader(
         objects,
@@ -155,7 +167,9 @@ def headrace(
         concurrency=concurrency,
         hedge=hedge,
         in_order=in_order,
-        placement="process" if setting.variant == IN_A_PROCESS or engines > 1 else "thread",
+        placement="process"
+        if setting.variant == IN_A_PROCESS or engines > 1
+        else "thread",
         engines=engines,
     ) as loader:
         yield lambda: loader
@@ -163,12 +177,18 @@ def headrace(
 
 @contextlib.contextmanager
 def torch_loader(
-    dataset: Any, store: Store, workers: int, *, worker_init_fn: Callable[[int], None] | None = None
+    dataset: Any,
+    store: Store,
+    workers: int,
+    *,
+    worker_init_fn: Callable[[int], None] | None = None,
 ) -> Iterator[Epoch]:
     """Torch's loader over a dataset, its workers started once."""
     # otherwise each worker imports them, which takes seconds
     multiprocessing.set_forkserver_preload(["torch", "obstore.store"])
-    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="This DataLoader will create", category=UserWarning
+    )
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=BATCH,
@@ -201,16 +221,23 @@ def torch_threads(
 
 
 @contextlib.contextmanager
-def torchdata_nodes(store: Store, setting: Setting, count: int | range) -> Iterator[Epoch]:
+def torchdata_nodes(
+    store: Store, setting: Setting, count: int | range
+) -> Iterator[Epoch]:
     from torchdata import nodes
 
     prebatch = 4 if setting.variant else None
     node: Any = nodes.IterableWrapper(range(count) if isinstance(count, int) else count)
     node = nodes.ParallelMapper(
-        node, getter(store), num_workers=setting.in_flight, method="thread", prebatch=prebatch
+        node,
+        getter(store),
+        num_workers=setting.in_flight,
+        method="thread",
+        prebatch=prebatch,
     )
     node = nodes.Prefetcher(
-        nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)), AHEAD
+        nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), collate_for(store)),
+        AHEAD,
     )
     loader = nodes.Loader(node)
     yield lambda: loader
@@ -225,7 +252,8 @@ def torchdata_processes(store: Store, setting: Setting, count: int) -> Iterator[
         for part in range(PROCESSES):
             line, its = context.Pipe()
             process = context.Process(
-                target=serve_part, args=(its, store, setting, range(part, count, PROCESSES))
+                target=serve_part,
+                args=(its, store, setting, range(part, count, PROCESSES)),
             )
             process.start()
             its.close()
@@ -323,7 +351,9 @@ def s3torchconnector(
 ) -> contextlib.AbstractContextManager[Epoch]:
     threads = setting.in_flight // setting.workers
     get = FromS3(store, count)
-    dataset = OneAtATime(get, count) if threads == 1 else BatchInThreads(get, count, threads)
+    dataset = (
+        OneAtATime(get, count) if threads == 1 else BatchInThreads(get, count, threads)
+    )
     return torch_loader(dataset, store, setting.workers)
 
 
@@ -333,7 +363,11 @@ def litdata(store: Store, setting: Setting, count: int) -> Iterator[Epoch]:
     files = {key_of(number): store.size for number in range(count)}
     with tempfile.TemporaryDirectory(prefix="headrace-litdata-") as folder:
         dataset = raw_litdata(
-            store.endpoint, files, folder, max_concurrent_downloads=at_once, max_prefetch=at_once
+            store.endpoint,
+            files,
+            folder,
+            max_concurrent_downloads=at_once,
+            max_prefetch=at_once,
         )
         with torch_loader(
             dataset, store, setting.workers, worker_init_fn=allow_http_for_litdata
@@ -351,28 +385,44 @@ OURS = (
     Setting(0, variant="auto"),
 )
 FAMILIES: dict[str, Family] = {
-    "bare obstore loop": Family(bare_loop, _in_flight(64, 256, 512, 1024), in_order=False),
-    "bare obstore loop, If-Match": Family(
-        functools.partial(bare_loop, if_match=True), _in_flight(256, 512, 1024), in_order=False
+    "bare obstore loop": Family(
+        bare_loop, _in_flight(64, 256, 512, 1024), in_order=False
     ),
-    "bare obstore loop, in a thread": Family(bare_thread, _in_flight(512, 1024), in_order=False),
+    "bare obstore loop, If-Match": Family(
+        functools.partial(bare_loop, if_match=True),
+        _in_flight(256, 512, 1024),
+        in_order=False,
+    ),
+    "bare obstore loop, in a thread": Family(
+        bare_thread, _in_flight(512, 1024), in_order=False
+    ),
     "headrace": Family(headrace, OURS),
     "headrace, if_match=False": Family(functools.partial(headrace, if_match=False), OURS),
     "headrace, 2 engines": Family(
         functools.partial(headrace, engines=PROCESSES), _in_flight(512, 1024)
     ),
     "headrace, if_match=False, 2 engines": Family(
-        functools.partial(headrace, if_match=False, engines=PROCESSES), _in_flight(512, 1024)
+        functools.partial(headrace, if_match=False, engines=PROCESSES),
+        _in_flight(512, 1024),
     ),
     "torch, 2 workers": Family(torch_blocking, [Setting(2, 2)]),
     "torch, 16 workers": Family(torch_blocking, [Setting(16, 16)]),
     "torch, threads in workers": Family(
         torch_threads,
-        [Setting(64, 2), Setting(128, 2), Setting(256, 4), Setting(512, 8), Setting(1024, 16)],
+        [
+            Setting(64, 2),
+            Setting(128, 2),
+            Setting(256, 4),
+            Setting(512, 8),
+            Setting(1024, 16),
+        ],
     ),
     "torchdata.nodes": Family(
         torchdata_nodes,
-        [*_in_flight(64, 256, 1024), *(Setting(count, variant="prebatch") for count in (256, 512))],
+        [
+            *_in_flight(64, 256, 1024),
+            *(Setting(count, variant="prebatch") for count in (256, 512)),
+        ],
         "torchdata",
     ),
     "torchdata.nodes, 2 processes": Family(
@@ -394,6 +444,8 @@ FAMILIES: dict[str, Family] = {
         "s3torchconnector",
     ),
     "LitData, raw": Family(
-        litdata, [Setting(64, 1), Setting(256, 1), Setting(256, 2), Setting(1024, 4)], "litdata"
+        litdata,
+        [Setting(64, 1), Setting(256, 1), Setting(256, 2), Setting(1024, 4)],
+        "litdata",
     ),
 }

@@ -32,7 +32,9 @@ MEMORY: dict[str, Callable[[], object]] = {
     "headrace.Permutation, 10⁹": lambda: sum(
         map(len, itertools.islice(hr.Permutation(LONG, 0).blocks(), 100))
     ),
-    "headrace.ElasticSampler, 10⁹": lambda: sum(itertools.islice(hr.ElasticSampler(LONG), N)),
+    "headrace.ElasticSampler, 10⁹": lambda: sum(
+        itertools.islice(hr.ElasticSampler(LONG), N)
+    ),
     "torch.randperm, 10⁷": lambda: torch.randperm(10 * N),
     "torch.randperm, tolist, 10⁷": lambda: torch.randperm(10 * N).tolist(),
 }
@@ -92,7 +94,9 @@ def main() -> None:
         check()
     print(describe_machine(), flush=True)
     if not all(is_bijective(n, seed) for n, seed in ((1, 0), (4097, 1), (N, 2))):
-        raise RuntimeError("an order lacks an index or has one twice: this run does not count")
+        raise RuntimeError(
+            "an order lacks an index or has one twice: this run does not count"
+        )
     torch.set_num_threads(1)
     generator = np.random.default_rng(0)
     ones = np.ones(2**14, dtype=np.uint32)
@@ -105,7 +109,9 @@ def main() -> None:
         "np.random.Generator.permutation": lambda: generator.permutation(N),
         "torch.randperm": lambda: torch.randperm(N),
         "headrace.Permutation, tolist": lambda: hr.Permutation(N, 0)[:].tolist(),
-        "headrace.ElasticSampler, list": lambda: list(hr.ElasticSampler(N).indices_from(0)),
+        "headrace.ElasticSampler, list": lambda: list(
+            hr.ElasticSampler(N).indices_from(0)
+        ),
         "torch.randperm, tolist": lambda: torch.randperm(N).tolist(),
     }
     timed = {name: (lambda draw=draw: cost(draw)) for name, draw in contestants.items()}

@@ -210,7 +210,9 @@ class Constant:
         return self.tensor
 
 
-def wait_share(loader: hr.DataLoader[Any], pipeline: Pipeline) -> tuple[float, hr.types.Report]:
+def wait_share(
+    loader: hr.DataLoader[Any], pipeline: Pipeline
+) -> tuple[float, hr.types.Report]:
     """Read an epoch; the share of the time that the loop waited."""
     waited = began = first = 0.0
     at = time.perf_counter()
@@ -281,9 +283,13 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
     def make(
         dataset: Callable[[], Any], batch_size: int = 16, **arguments: Any
     ) -> Callable[..., hr.DataLoader[Any]]:
-        return lambda **change: hr.DataLoader(dataset(), batch_size, **{**arguments, **change})
+        return lambda **change: hr.DataLoader(
+            dataset(), batch_size, **{**arguments, **change}
+        )
 
-    def served(size: int, count: int, *faults: Fault, latency: float = 0.005) -> ObjectServer:
+    def served(
+        size: int, count: int, *faults: Fault, latency: float = 0.005
+    ) -> ObjectServer:
         contents = {f"train/{number:05}": bytes(size) for number in range(count)}
         server = stack.enter_context(ObjectServer(contents, latency=latency))
         server.misbehave(*faults)
@@ -291,13 +297,18 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
     def latency() -> Pipeline:
         return Pipeline(
-            "latency", make(lambda: Numbers(960, lambda index: 0.05), concurrency=16), 0.02
+            "latency",
+            make(lambda: Numbers(960, lambda index: 0.05), concurrency=16),
+            0.02,
         )
 
     def latency_of_a_store() -> Pipeline:
         server = served(4096, 320, latency=0.05)
         return Pipeline(
-            "latency", lambda **change: objects(server, **{"concurrency": 6, **change}), 0.03, 40
+            "latency",
+            lambda **change: objects(server, **{"concurrency": 6, **change}),
+            0.03,
+            40,
         )
 
     def throttling() -> Pipeline:
@@ -306,7 +317,9 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
             together = -int(-report.factor // 1)
             return make(lambda: Throttled(640, 200.0, together))()
 
-        return Pipeline("throttling", make(lambda: Throttled(640, 200.0)), 0.03, 40, fewer)
+        return Pipeline(
+            "throttling", make(lambda: Throttled(640, 200.0)), 0.03, 40, fewer
+        )
 
     def bandwidth() -> Pipeline:
         size, link = 65_536, Fault("bandwidth", rate=8e6)
@@ -316,7 +329,9 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
             assert report.factor is not None
             return objects(served(int(size / report.factor), 400, link))
 
-        return Pipeline("source", lambda **change: objects(server, **change), 0.03, 50, smaller)
+        return Pipeline(
+            "source", lambda **change: objects(server, **change), 0.03, 50, smaller
+        )
 
     def event_loop() -> Pipeline:
         def cheaper(report: hr.types.Report) -> hr.DataLoader[Any]:
@@ -324,7 +339,11 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
             return make(lambda: Computing(960, 0.004 / report.factor), concurrency=16)()
 
         return Pipeline(
-            "event-loop", make(lambda: Computing(960, 0.004), concurrency=16), 0.03, 40, cheaper
+            "event-loop",
+            make(lambda: Computing(960, 0.004), concurrency=16),
+            0.03,
+            40,
+            cheaper,
         )
 
     def blocked_loop() -> Pipeline:
@@ -341,7 +360,9 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
     def workers() -> Pipeline:
         dataset, transform = (lambda: Numbers(640, lambda index: 0.001)), sleeping(0.005)
-        return Pipeline("workers", make(dataset, 8, transform=transform, num_workers=1), 0.03)
+        return Pipeline(
+            "workers", make(dataset, 8, transform=transform, num_workers=1), 0.03
+        )
 
     def no_workers() -> Pipeline:
         dataset, transform = (lambda: Numbers(640, lambda index: 0.001)), sleeping(0.005)
@@ -373,7 +394,11 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
     def transport() -> Pipeline:
         dataset = lambda: Numbers(480, lambda index: 0.001)  # noqa: E731
-        arguments = {"placement": "process", "concurrency": 32, "collate_fn": Constant(64_000_000)}
+        arguments = {
+            "placement": "process",
+            "concurrency": 32,
+            "collate_fn": Constant(64_000_000),
+        }
         return Pipeline("transport", make(dataset, 8, **arguments), 0.01)
 
     def copy() -> Pipeline:
@@ -387,7 +412,11 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
     def start_up() -> Pipeline:
         return Pipeline(
-            "start-up", make(lambda: Opened(320, lambda index: 0.005)), 0.02, 20, second_epoch=True
+            "start-up",
+            make(lambda: Opened(320, lambda index: 0.005)),
+            0.02,
+            20,
+            second_epoch=True,
         )
 
     def memory_budget() -> Pipeline:
@@ -401,7 +430,12 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
     def look_ahead() -> Pipeline:
         return Pipeline(
             "look-ahead",
-            make(lambda: Numbers(480, lambda index: 0.08), 8, num_workers=1, prefetch_factor=1),
+            make(
+                lambda: Numbers(480, lambda index: 0.08),
+                8,
+                num_workers=1,
+                prefetch_factor=1,
+            ),
             0.02,
         )
 
@@ -436,7 +470,11 @@ def pipelines(stack: ExitStack) -> dict[str, Callable[[], Pipeline]]:
 
 def gain(share_before: float, share_after: float) -> float:
     """By how much the rate of steps grows, if the loop waits less."""
-    return (1 - share_before) / max(1e-9, 1 - share_after) if share_before > share_after else 1.0
+    return (
+        (1 - share_before) / max(1e-9, 1 - share_after)
+        if share_before > share_after
+        else 1.0
+    )
 
 
 def main() -> None:
@@ -446,11 +484,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--verbose", action="store_true", help="print each report")
-    arguments = parse_arguments(parser, rounds=1, only="latency,bandwidth,workers,start up")
+    arguments = parse_arguments(
+        parser, rounds=1, only="latency,bandwidth,workers,start up"
+    )
     print(describe_machine())
     with ExitStack() as stack:
         known = pipelines(stack)
-        chosen = [name for name in known if not arguments.only or name in arguments.only.split(",")]
+        chosen = [
+            name
+            for name in known
+            if not arguments.only or name in arguments.only.split(",")
+        ]
         outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
         made = {name: known[name]() for name in chosen}
         for pipeline in made.values() if arguments.quick else ():
@@ -475,7 +519,16 @@ def show(outcomes: Mapping[str, tuple[Pipeline, Sequence[Outcome]]]) -> None:
     """Print the table, and whether each prediction was true."""
     row = "{:20} {:14} {:7} {:>6} {:>9} {:>6}  {:>9} {:>6}"
     print(
-        row.format("pipeline", "limit", "found", "waits", "predicted", "after", "predicted", "gain")
+        row.format(
+            "pipeline",
+            "limit",
+            "found",
+            "waits",
+            "predicted",
+            "after",
+            "predicted",
+            "gain",
+        )
     )
     missed = []
     for name, (pipeline, rounds) in outcomes.items():
@@ -485,15 +538,24 @@ def show(outcomes: Mapping[str, tuple[Pipeline, Sequence[Outcome]]]) -> None:
         good = len(right) == len(rounds)
         if right:
             before = statistics.median(each.before for each in right)
-            after = statistics.median(each.after for each in right if each.after is not None)
+            after = statistics.median(
+                each.after for each in right if each.after is not None
+            )
             cells.append(f"{before:.0%}")
             known = [each for each in right if each.report.predicted is not None]
             predicted = (
-                statistics.median(each.report.predicted for each in known) if known else None
+                statistics.median(each.report.predicted for each in known)
+                if known
+                else None
             )
             if predicted is not None and pipeline.limit != "consumer":
                 expected, reached = 1 / gain(before, predicted), 1 / gain(before, after)
-                cells += [f"{predicted:.0%}", f"{after:.0%}", f"{expected:.2f}x", f"{reached:.2f}x"]
+                cells += [
+                    f"{predicted:.0%}",
+                    f"{after:.0%}",
+                    f"{expected:.2f}x",
+                    f"{reached:.2f}x",
+                ]
                 good &= abs(reached / expected - 1) <= TOLERANCE
         wrong = sorted(
             {each.report.limit for each in rounds if each.report.limit != pipeline.limit}
@@ -507,7 +569,9 @@ def show(outcomes: Mapping[str, tuple[Pipeline, Sequence[Outcome]]]) -> None:
     claim(
         "report() on simulated pipelines: the limit in each round, the rate after the change within 25 %",
         Figure(
-            f"of {len(outcomes)} pipelines", [len(outcomes) - len(missed)], at_least=len(outcomes)
+            f"of {len(outcomes)} pipelines",
+            [len(outcomes) - len(missed)],
+            at_least=len(outcomes),
         ),
     )
 

@@ -25,7 +25,9 @@ def descendants(pid: int) -> list[int]:
     with contextlib.suppress(OSError):  # it has ended
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread has
-                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                for child in (
+                    Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                ):
                     found += descendants(int(child))
     return found
 

@@ -53,7 +53,9 @@ LINKS = (100, 200, 400)
 
 def shard(number: int) -> bytes:
     """Tokens of which every window begins with its number."""
-    tokens = np.random.default_rng(number).integers(0, 65_536, size=SHARD // 2, dtype=np.uint16)
+    tokens = np.random.default_rng(number).integers(
+        0, 65_536, size=SHARD // 2, dtype=np.uint16
+    )
     windows = tokens.reshape(-1, TOKENS)
     first = number * len(windows)
     windows[:, 0] = np.arange(first, first + len(windows)) & 0xFFFF
@@ -67,12 +69,18 @@ class Everything:
     def __init__(self, shards: list[bytes]) -> None:
         self.sums = np.concatenate(
             [
-                np.frombuffer(data, np.uint16).reshape(-1, TOKENS).sum(axis=1, dtype=np.int64)
+                np.frombuffer(data, np.uint16)
+                .reshape(-1, TOKENS)
+                .sum(axis=1, dtype=np.int64)
                 for data in shards
             ]
         )
         self.total = (
-            sum(int(np.frombuffer(data, np.uint64).sum(dtype=np.uint64)) for data in shards) % 2**64
+            sum(
+                int(np.frombuffer(data, np.uint64).sum(dtype=np.uint64))
+                for data in shards
+            )
+            % 2**64
         )
 
     def check(self, windows: torch.Tensor, sums: torch.Tensor) -> None:
@@ -93,7 +101,11 @@ def in_sequence(
     async def run() -> tuple[float, float]:
         store = from_url(url, client_options={"allow_http": True})
         ranges = iter(
-            [(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, span)]
+            [
+                (f"{number:04d}.bin", at)
+                for number in range(shards)
+                for at in range(0, SHARD, span)
+            ]
         )
         total = requests = 0
 
@@ -135,7 +147,11 @@ async def make_windows(
     """As `in_sequence`, with its windows as a loader's: int64, in batches, in a random order within a request."""
     store = from_url(url, client_options={"allow_http": True})
     ranges = iter(
-        [(f"{number:04d}.bin", at) for number in range(shards) for at in range(0, SHARD, SPAN)]
+        [
+            (f"{number:04d}.bin", at)
+            for number in range(shards)
+            for at in range(0, SHARD, SPAN)
+        ]
     )
     random = np.random.default_rng(0)
     requests = 0
@@ -195,10 +211,18 @@ class OneByOne(hr.TokenDataset):
 
 
 def in_windows(
-    kind: type[hr.TokenDataset], url: str, concurrency: int, shards: int, everything: Everything
+    kind: type[hr.TokenDataset],
+    url: str,
+    concurrency: int,
+    shards: int,
+    everything: Everything,
 ) -> tuple[float, float]:
-    dataset = kind([f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS)
-    sampler = hr.BlockShuffleSampler(dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0)
+    dataset = kind(
+        [f"{url}/{number:04d}.bin" for number in range(shards)], seq_len=TOKENS
+    )
+    sampler = hr.BlockShuffleSampler(
+        dataset, block_size=BLOCK, blocks_at_once=POOL, seed=0
+    )
     sums = Sums()
     with hr.DataLoader(
         dataset, batch_size=BATCH, sampler=sampler, concurrency=concurrency
@@ -216,8 +240,14 @@ def compare(store: str, rounds: int, shards: int, aim: float) -> None:
     """Measure all of them on the store that loopback is now; `aim` is the share of the sequential limit."""
     data = [shard(number) for number in range(shards)]
     everything, first = Everything(data), Everything(data[:1])
-    with served({f"{number:04d}.bin": each for number, each in enumerate(data)}) as (url, server):
-        print(f"\n{store}: {server}; {shards} shards, {len(everything.sums):,} windows", flush=True)
+    with served({f"{number:04d}.bin": each for number, each in enumerate(data)}) as (
+        url,
+        server,
+    ):
+        print(
+            f"\n{store}: {server}; {shards} shards, {len(everything.sums):,} windows",
+            flush=True,
+        )
         given = (url, CONCURRENCY, shards, everything)
         contestants = {
             "in sequence, 8 MiB ranges": lambda: in_sequence(SPAN, *given),
@@ -239,7 +269,9 @@ def compare(store: str, rounds: int, shards: int, aim: float) -> None:
         f"random windows of 4 KB, {store}",
         rates.share("windows, joined", "in sequence, 8 MiB ranges", at_least=aim),
         rates.share("windows, joined", "in sequence, 1 MiB ranges"),
-        rates.share("windows, bare loop", "in sequence, 8 MiB ranges", "by a bare loop of windows"),
+        rates.share(
+            "windows, bare loop", "in sequence, 8 MiB ranges", "by a bare loop of windows"
+        ),
         rates.share(
             "windows, bare loop in a thread",
             "in sequence, 8 MiB ranges",
@@ -273,7 +305,11 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--shards", type=int, default=8)
     arguments.add_argument(
-        "--links", type=int, nargs="*", default=LINKS, help="MB/s of the links that are tried"
+        "--links",
+        type=int,
+        nargs="*",
+        default=LINKS,
+        help="MB/s of the links that are tried",
     )
     # the MB/s of the link that loopback now is
     arguments.add_argument("--within", type=int, help=argparse.SUPPRESS)

@@ -54,23 +54,36 @@ def resident() -> float:
 def measure(placement: str, batches: int) -> None:
     """Print the mean of each tenth of the run, in MB."""
     sizes = []
-    options: dict[str, Any] = {"num_workers": 2, "concurrency": CONCURRENCY, "placement": placement}
+    options: dict[str, Any] = {
+        "num_workers": 2,
+        "concurrency": CONCURRENCY,
+        "placement": placement,
+    }
     with hr.DataLoader(Numbers(batches), BATCH, transform=row, **options) as loader:
         for number, batch in enumerate(loader):
             expected = torch.arange(number * BATCH, (number + 1) * BATCH) % 256
-            if not torch.equal(batch, expected.to(torch.uint8)[:, None].expand(BATCH, SAMPLE)):
+            if not torch.equal(
+                batch, expected.to(torch.uint8)[:, None].expand(BATCH, SAMPLE)
+            ):
                 raise RuntimeError(f"batch {number} is wrong: this run does not count")
             if number >= WARM_UP:
                 sizes.append(resident())
     tenth = len(sizes) // 10
-    print(*(statistics.mean(sizes[start : start + tenth]) for start in range(0, 10 * tenth, tenth)))
+    print(
+        *(
+            statistics.mean(sizes[start : start + tenth])
+            for start in range(0, 10 * tenth, tenth)
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--placement", choices=PLACEMENTS, help="measure this one, in this process")
+    parser.add_argument(
+        "--placement", choices=PLACEMENTS, help="measure this one, in this process"
+    )
     parser.add_argument("--batches", type=int, default=5000)
     arguments = parse_arguments(parser, batches=WARM_UP + 100)
     batches = arguments.batches
@@ -82,8 +95,17 @@ def main() -> None:
     )
     print(describe_machine())
     for placement in PLACEMENTS:
-        command = [sys.executable, __file__, "--placement", placement, "--batches", str(batches)]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [
+            sys.executable,
+            __file__,
+            "--placement",
+            placement,
+            "--batches",
+            str(batches),
+        ]
+        printed = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout
         tenths = [float(word) for word in printed.split()]
         print(f"{placement:8} {' '.join(f'{size:5.0f}' for size in tenths)}   [MB]")
         changed = abs(tenths[-1] / tenths[0] - 1) * 100

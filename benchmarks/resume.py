@@ -99,7 +99,9 @@ def restore_torchdata(n: int) -> tuple[float, float]:
     batches = int(0.9 * n) // BATCH
     state["_num_yielded"] = state["_sampler_iter_yielded"] = batches
     samples = state["_sampler_iter_state"]
-    samples["samples_yielded"] = samples["sampler_iter_state"]["yielded"] = batches * BATCH
+    samples["samples_yielded"] = samples["sampler_iter_state"]["yielded"] = (
+        batches * BATCH
+    )
     del first
     loader = make()
 
@@ -141,7 +143,9 @@ def measure(restore: Callable[[], object], expected: object) -> tuple[float, flo
     first = restore()
     took = time.perf_counter() - began
     if expected is not None and first != expected:
-        raise RuntimeError("the first batch after the restore is wrong: this run does not count")
+        raise RuntimeError(
+            "the first batch after the restore is wrong: this run does not count"
+        )
     return took * 1e3, peak() - before
 
 
@@ -181,7 +185,9 @@ def calls(folder: str, count: int) -> tuple[float, ...]:
         nexts.append(timed(lambda: next(batches), count))  # noqa: B023
         has_state = hasattr(loader, "state_dict")
         if loader is not shuffled:
-            states.append(timed(loader.state_dict, count, rest=0) if has_state else float("nan"))
+            states.append(
+                timed(loader.state_dict, count, rest=0) if has_state else float("nan")
+            )
         loader.close()
     return (*nexts, *states)
 
@@ -209,7 +215,9 @@ def first_requests(seconds: float) -> dict[str, tuple[int, int]]:
         options["store"] = hr.Store(server.url, options=server.store_options)
         kinds: dict[str, Callable[[], Any]] = {
             "tar": lambda: hr.TarDataset(list(shards), **options),
-            "tar, shuffled shards": lambda: hr.TarDataset(list(shards), shuffle=True, **options),
+            "tar, shuffled shards": lambda: hr.TarDataset(
+                list(shards), shuffle=True, **options
+            ),
             "lines": lambda: hr.LinesDataset(list(lines), **options),
         }
         for name, make in kinds.items():
@@ -246,31 +254,49 @@ def settled(server: ObjectServer, seconds: float) -> int:
     return count
 
 
-RESTORES = {"headrace": restore_headrace, "grain": restore_grain, "torchdata": restore_torchdata}
+RESTORES = {
+    "headrace": restore_headrace,
+    "grain": restore_grain,
+    "torchdata": restore_torchdata,
+}
 BASELINE = "before"
 POWERS = {6: "⁶", 8: "⁸", 9: "⁹"}
 
 
 def run_apart(*arguments: str, source: str | None = None) -> list[float]:
-    environment = dict(os.environ) if source is None else {**os.environ, "PYTHONPATH": source}
+    environment = (
+        dict(os.environ) if source is None else {**os.environ, "PYTHONPATH": source}
+    )
     run = [sys.executable, __file__, *arguments]
-    done = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(
+        run, check=True, stdout=subprocess.PIPE, text=True, env=environment
+    )
     return [float(figure) for figure in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--baseline", help="the directory of an earlier version's sources")
+    arguments.add_argument(
+        "--baseline", help="the directory of an earlier version's sources"
+    )
     arguments.add_argument("--peers-at-10-8", action="store_true")
     arguments.add_argument("--restore", nargs=2, help=argparse.SUPPRESS)
     arguments.add_argument("--calls", help=argparse.SUPPRESS)
     arguments.add_argument("--count", type=int, default=500, help="calls that are timed")
     arguments.add_argument(
-        "--settled", type=float, default=1.5, help="seconds without a request after which it rests"
+        "--settled",
+        type=float,
+        default=1.5,
+        help="seconds without a request after which it rests",
     )
     arguments.add_argument(
-        "--powers", type=int, nargs="+", choices=POWERS, default=POWERS, help="of the lengths"
+        "--powers",
+        type=int,
+        nargs="+",
+        choices=POWERS,
+        default=POWERS,
+        help="of the lengths",
     )
     given = parse_arguments(arguments, rounds=1, count=20, settled=0.3, powers=(6, 9))
     if given.restore:
@@ -288,7 +314,9 @@ def main() -> None:
     for name, (fresh, restored) in first_requests(given.settled).items():
         print(f"{name:24}  {fresh:4}  {restored:4}")
         most = max(most, restored - fresh)
-    claim("requests of a restore", Figure("more than at the beginning", [most], at_most=2))
+    claim(
+        "requests of a restore", Figure("more than at the beginning", [most], at_most=2)
+    )
 
 
 def show_restores(rounds: int, powers: Sequence[int], *, slow_peers: bool) -> None:
@@ -308,14 +336,20 @@ def show_restores(rounds: int, powers: Sequence[int], *, slow_peers: bool) -> No
         print()
         table.show(against="headrace, 10⁶")
     claim("a restore in 10⁹ samples", times.figure("headrace, 10⁹", at_most=50))
-    claim("memory of a restore in 10⁹ samples", memory.figure("headrace, 10⁹", at_most=19))
+    claim(
+        "memory of a restore in 10⁹ samples", memory.figure("headrace, 10⁹", at_most=19)
+    )
 
 
 def show_calls(rounds: int, baseline: str | None, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for shard in range(8):
-            Path(folder, f"{shard}.tar").write_bytes(tar_of(shard * SAMPLES // 8, SAMPLES // 8))
-        contestants = {"headrace": lambda: run_apart("--calls", folder, "--count", str(count))}
+            Path(folder, f"{shard}.tar").write_bytes(
+                tar_of(shard * SAMPLES // 8, SAMPLES // 8)
+            )
+        contestants = {
+            "headrace": lambda: run_apart("--calls", folder, "--count", str(count))
+        }
         kept = ("next(), map-style", "next(), shuffled", "next(), tar stream")
         if baseline:
             contestants[BASELINE] = lambda: run_apart(

@@ -40,7 +40,11 @@ BATCH = 32
 TORCH_ROWS = 128
 
 LIMIT = "reads × latency ÷ concurrency"
-MAP, STREAM, FILTERED = "headrace, by an index", "headrace, a stream", "headrace, then a filter"
+MAP, STREAM, FILTERED = (
+    "headrace, by an index",
+    "headrace, a stream",
+    "headrace, then a filter",
+)
 BARE, SPDL, TORCH = "bare loop", "SPDL", "torch, 2 workers"
 
 
@@ -50,7 +54,9 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     ends = numbers.cumsum()
     return [
         {"row": row, "images": [key_of(key) for key in range(end - number, end)]}
-        for row, (number, end) in enumerate(zip(numbers.tolist(), ends.tolist(), strict=True))
+        for row, (number, end) in enumerate(
+            zip(numbers.tolist(), ends.tolist(), strict=True)
+        )
     ]
 
 
@@ -135,7 +141,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(serve(images, SIZE, latency=LATENCY))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "rows.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         fetch = FetchImages(store.url, store.options)
         stream = hr.LinesDataset(folder / "rows.jsonl")
         datasets = {
@@ -151,7 +159,9 @@ def main() -> None:
             loader = stack.enter_context(
                 hr.DataLoader(dataset, BATCH, collate_fn=list, concurrency=CONCURRENCY)
             )
-            contestants[name] = functools.partial(seconds, functools.partial(epoch, loader), rows)
+            contestants[name] = functools.partial(
+                seconds, functools.partial(epoch, loader), rows
+            )
         if is_installed("spdl-core"):
             contestants[SPDL] = lambda: seconds(lambda: with_spdl(rows, fetch), rows)
         some = rows[:TORCH_ROWS]
@@ -161,7 +171,9 @@ def main() -> None:
         )  # fmt: skip
         list(of_torch)  # the workers start
         share = len(rows) / len(some)
-        contestants[TORCH] = lambda: share * seconds(functools.partial(epoch, of_torch), some)
+        contestants[TORCH] = lambda: (
+            share * seconds(functools.partial(epoch, of_torch), some)
+        )
         found = interleave(contestants, rounds=arguments.rounds, unit="s")
     print(f"{len(rows)} rows, {images} images of {SIZE} bytes, {LATENCY * 1000:.0f} ms")
     print(f"the store: {store.kind}; it shares the machine's cores")
@@ -169,7 +181,10 @@ def main() -> None:
     found.show(against=LIMIT)
     claim(
         f"rows with 0 to {MOST} images, {CONCURRENCY} in flight",
-        *(found.share(name, BARE, f"of the bare loop, {name}", at_most=1.1) for name in datasets),
+        *(
+            found.share(name, BARE, f"of the bare loop, {name}", at_most=1.1)
+            for name in datasets
+        ),
         found.share(STREAM, LIMIT, f"of the limit's time, {STREAM}"),
         *(
             [found.share(SPDL, STREAM, f"× the time of {STREAM}, {SPDL}")]

@@ -93,7 +93,9 @@ LIMIT, QUICK_LIMIT = 1800.0, 180.0
 
 def benchmarks() -> list[Path]:
     """Every benchmark, by name."""
-    return sorted(file for file in HERE.glob("*.py") if file.name not in SHARED | {"run_all.py"})
+    return sorted(
+        file for file in HERE.glob("*.py") if file.name not in SHARED | {"run_all.py"}
+    )
 
 
 def reason_not_to_run(name: str, *, quick: bool) -> str:
@@ -108,7 +110,9 @@ def reason_not_to_run(name: str, *, quick: bool) -> str:
         return "ray is not installed"
     if name == "jpeg_decode.py" and not is_installed("pillow"):
         return "pillow is not installed"
-    if name == "epoch_of_jpegs.py" and not (is_installed("pillow") and is_installed("simplejpeg")):
+    if name == "epoch_of_jpegs.py" and not (
+        is_installed("pillow") and is_installed("simplejpeg")
+    ):
         return "pillow or simplejpeg is not installed"
     if name == "first_batch.py" and not is_installed("scikit-learn"):
         return "scikit-learn is not installed"
@@ -121,7 +125,9 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(file: Path, records: Path, words: Sequence[str], *, limit: float) -> dict[str, Any]:
+def run(
+    file: Path, records: Path, words: Sequence[str], *, limit: float
+) -> dict[str, Any]:
     """Run a benchmark; how it ended, its seconds, and the load before and after it."""
     environment = {name: value for name, value in os.environ.items() if name != QUICK}
     before, cpu, began = os.getloadavg(), cpu_seconds(), time.monotonic()
@@ -164,7 +170,9 @@ def show(results: dict[str, Any]) -> None:
         print("|---|---|---|---|")
     for record in claims:
         met = {True: "met", False: "**missed**", None: ""}[record["met"]]
-        print(f"| {record['claim']} | {record['aim'] or 'none'} | {record['reached']} | {met} |")
+        print(
+            f"| {record['claim']} | {record['aim'] or 'none'} | {record['reached']} | {met} |"
+        )
     for name, ended in results["benchmarks"].items():
         if ended["status"] != "ran":
             print(f"{name}: {ended['status']}: {ended['reason']}")
@@ -178,7 +186,9 @@ def write(results: dict[str, Any], path: Path) -> None:
     """Replace the file of results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(
+        json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     partial.replace(path)
 
 
@@ -192,12 +202,18 @@ def main(words: Sequence[str] | None = None) -> None:
         action="store_true",
         help="seconds in place of minutes: do they run? Claims nothing",
     )
-    parser.add_argument("--long", action="store_true", help="each as by itself; about two hours")
+    parser.add_argument(
+        "--long", action="store_true", help="each as by itself; about two hours"
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
     parser.add_argument(
-        "--limit", type=float, help=f"seconds for each: {LIMIT:.0f}, with --quick {QUICK_LIMIT:.0f}"
+        "--limit",
+        type=float,
+        help=f"seconds for each: {LIMIT:.0f}, with --quick {QUICK_LIMIT:.0f}",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the results")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder for the results"
+    )
     arguments = parser.parse_args(words)
     quick = arguments.quick
     limit = arguments.limit or (QUICK_LIMIT if quick else LIMIT)
@@ -214,7 +230,10 @@ def main(words: Sequence[str] | None = None) -> None:
         "benchmarks": {},
         "records": [],
     }
-    path = arguments.results / f"{at:%Y%m%d-%H%M%S}-{revision}{'-quick' if quick else ''}.json"
+    path = (
+        arguments.results
+        / f"{at:%Y%m%d-%H%M%S}-{revision}{'-quick' if quick else ''}.json"
+    )
     chosen = [file for file in benchmarks() if file.stem in arguments.only]
     with tempfile.TemporaryDirectory() as folder:
         for file in chosen:
@@ -222,13 +241,21 @@ def main(words: Sequence[str] | None = None) -> None:
                 results["benchmarks"][file.name] = {"status": "not run", "reason": why}
                 print(f"\n== benchmarks/{file.name}: not run: {why}", flush=True)
                 continue
-            words = ["--quick"] if quick else [] if arguments.long else SHORTER.get(file.name, [])
+            words = (
+                ["--quick"]
+                if quick
+                else []
+                if arguments.long
+                else SHORTER.get(file.name, [])
+            )
             print(f"\n== benchmarks/{file.name} {shlex.join(words)}".rstrip(), flush=True)
             records = Path(folder, file.stem)
             records.touch()
             ended = run(file, records, words, limit=limit)
             results["benchmarks"][file.name] = ended
-            results["records"] += map(json.loads, records.read_text(encoding="utf-8").splitlines())
+            results["records"] += map(
+                json.loads, records.read_text(encoding="utf-8").splitlines()
+            )
             results["seconds"] = round(time.monotonic() - began, 1)
             write(results, path)
             print(
@@ -242,7 +269,9 @@ def main(words: Sequence[str] | None = None) -> None:
     show(results)
     print(f"results: {path}")
     if failed := [
-        name for name, ended in results["benchmarks"].items() if ended["status"] == "failed"
+        name
+        for name, ended in results["benchmarks"].items()
+        if ended["status"] == "failed"
     ]:
         sys.exit(f"these failed: {', '.join(failed)}")
 

@@ -28,7 +28,9 @@ http {{
 
 
 @contextlib.contextmanager
-def served(objects: Mapping[str, bytes], directives: str = "") -> Iterator[tuple[str, str]]:
+def served(
+    objects: Mapping[str, bytes], directives: str = ""
+) -> Iterator[tuple[str, str]]:
     """Serve `objects` over HTTP.
 
     Args:
@@ -40,7 +42,9 @@ def served(objects: Mapping[str, bytes], directives: str = "") -> Iterator[tuple
     """
     if not shutil.which("nginx"):
         if directives:
-            raise RuntimeError(f"nginx is not installed, and this needs its {directives!r}")
+            raise RuntimeError(
+                f"nginx is not installed, and this needs its {directives!r}"
+            )
         with ObjectServer(objects) as server:
             yield server.http_url, "headrace's test server (nginx is not installed)"
         return
@@ -51,7 +55,9 @@ def served(objects: Mapping[str, bytes], directives: str = "") -> Iterator[tuple
         for key, data in objects.items():
             (folder / "root" / key).write_bytes(data)
         port = free_port()
-        with running(folder, NGINX.format(folder=folder, port=port, directives=directives), port):
+        with running(
+            folder, NGINX.format(folder=folder, port=port, directives=directives), port
+        ):
             yield f"http://127.0.0.1:{port}", "nginx, one worker process"
 
 
@@ -75,7 +81,9 @@ def running(folder: Path, config: str, port: int) -> Iterator[int]:
         The id of its main process.
     """
     (folder / "conf").write_text(config)
-    process = subprocess.Popen(["nginx", "-c", folder / "conf", "-e", folder / "error.log"])
+    process = subprocess.Popen(
+        ["nginx", "-c", folder / "conf", "-e", folder / "error.log"]
+    )
     try:
         while process.poll() is None:
             with (

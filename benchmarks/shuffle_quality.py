@@ -27,7 +27,9 @@ BUFFER = 10_000  # samples
 PARALLEL = 4  # shards that a stream reads at once
 
 
-def block_order(samples: int, sample_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def block_order(
+    samples: int, sample_bytes: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     blocks = Blocks.within(BYTES_AT_ONCE, sample_bytes, 1)
     order = BlockOrder(samples, blocks.size, blocks.at_once, 0, 0)
     return np.concatenate([*order.at(range(samples))])
@@ -67,16 +69,22 @@ def main() -> None:
     for name, sample_bytes in (("1 KB", 1_000), ("56 KB", 56_000), ("1 MB", 1_000_000)):
         orders[f"blocks, samples of {name}"] = block_order(samples, sample_bytes)
     orders[f"buffer of {BUFFER:,}"] = buffer_order(samples)
-    print(f"{'':28}{'distance of neighbours':>24}{'median':>12}{'of one shard in a batch':>26}")
+    print(
+        f"{'':28}{'distance of neighbours':>24}{'median':>12}{'of one shard in a batch':>26}"
+    )
     for name, order in orders.items():
         if not np.array_equal(np.sort(order), np.arange(samples)):
             raise RuntimeError(f"{name} is no permutation")
         places = np.empty(samples, np.int64)
         places[order] = np.arange(samples)
-        distances = np.abs(np.diff(places).reshape(-1)[np.arange(samples - 1) % SHARD != SHARD - 1])
+        distances = np.abs(
+            np.diff(places).reshape(-1)[np.arange(samples - 1) % SHARD != SHARD - 1]
+        )
         batches = order[: samples // BATCH * BATCH].reshape(-1, BATCH) // SHARD
         same = (batches[:, :, None] == batches[:, None, :]).sum() / batches.size - 1
-        print(f"{name:28}{distances.mean():24,.0f}{np.median(distances):12,.0f}{same:26.2f}")
+        print(
+            f"{name:28}{distances.mean():24,.0f}{np.median(distances):12,.0f}{same:26.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--host", action="store_true", help="one host with 8 GPUs")
-    parser.add_argument("--cluster", action="store_true", help="64 such hosts, 10⁹ objects")
+    parser.add_argument(
+        "--cluster", action="store_true", help="64 such hosts, 10⁹ objects"
+    )
     parser.add_argument(
         "--check",
         action="store_true",
@@ -34,7 +36,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of the real loaders")
     parser.add_argument(
-        "--limits", nargs="+", default=[each.limit for each in SCENARIOS], help="of --check"
+        "--limits",
+        nargs="+",
+        default=[each.limit for each in SCENARIOS],
+        help="of --check",
     )
     arguments = parse_arguments(parser, rounds=1, limits=["latency, spread"])
     everything = not (arguments.host or arguments.cluster or arguments.check)
@@ -57,7 +62,15 @@ def check(rounds: int, limits: Sequence[str]) -> None:
     ]
     print(
         table(
-            ("limit", "engines", "nominal", "predicted", "measured", "error", "of single rounds"),
+            (
+                "limit",
+                "engines",
+                "nominal",
+                "predicted",
+                "measured",
+                "error",
+                "of single rounds",
+            ),
             [
                 (
                     each.limit,

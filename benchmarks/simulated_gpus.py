@@ -93,7 +93,9 @@ class Setting:
 
     @property
     def host(self) -> Host:
-        in_flight = math.ceil(self.times * Need(self.workload, GPUS).in_flight(FIRST_BYTE) / GPUS)
+        in_flight = math.ceil(
+            self.times * Need(self.workload, GPUS).in_flight(FIRST_BYTE) / GPUS
+        )
         return rank(self.workload, engines=self.engines, in_flight=in_flight)
 
 
@@ -111,7 +113,9 @@ def simulated_host() -> str:
     rows = []
     for setting in settings:
         host, workload = setting.host, setting.workload
-        result = simulate([host], SimulatedStore(latency_of(workload)), seconds=60.0, warm_up=10.0)
+        result = simulate(
+            [host], SimulatedStore(latency_of(workload)), seconds=60.0, warm_up=10.0
+        )
         busy = f"{_percent(result.rates[0] * host.step)}, {_percent(_model(workload).utilization)}"
         load = _percent(result.loops[0]), _percent(result.network[0])
         rows.append(
@@ -144,7 +148,9 @@ def simulated_cluster() -> str:
     for times, in_flight in ((0.7, 1.5), (1.0, 1.5), (1.2, 1.5), (1.2, 3.0), (2.0, 1.5)):
         host = Setting(workload, times=in_flight).host
         partitions = round(needed * times * SIMULATED / HOSTS)
-        store = SimulatedStore(latency_of(workload), prefixes=partitions, prefix_rate=PREFIX_GETS)
+        store = SimulatedStore(
+            latency_of(workload), prefixes=partitions, prefix_rate=PREFIX_GETS
+        )
         result = simulate([host] * (SIMULATED * GPUS), store, seconds=2.0, warm_up=1.0)
         busy = _percent(fmean(result.rates) * host.step)
         rows.append((f"{partitions * HOSTS // SIMULATED}", f"{host.concurrency}", busy))

@@ -94,7 +94,11 @@ class Scenario:
         host, latency = self.with_engines(engines), self.latency
         if times is not None:
             host = replace(
-                host, loop_cpu=times.loop, transform=times.transform, step=times.step, hop=times.hop
+                host,
+                loop_cpu=times.loop,
+                transform=times.transform,
+                step=times.step,
+                hop=times.hop,
             )
             if times.latency:
                 latency = replace(latency, more=times.latency)
@@ -109,25 +113,38 @@ class Scenario:
             each: simulate([self.with_engines(each)], store, seconds=10.0).rates[0]
             for each in ENGINES
         }
-        return {engines: 2 * max(16, round(rate * SECONDS / 2)) for engines, rate in rates.items()}
+        return {
+            engines: 2 * max(16, round(rate * SECONDS / 2))
+            for engines, rate in rates.items()
+        }
 
 
 _LOADER = Host(engines=1, concurrency=64, batch=16, look_ahead=0)
 
 SCENARIOS = (
     Scenario(
-        "transform", Latency(0.03), replace(_LOADER, batch=4, concurrency=256, transform=0.05)
+        "transform",
+        Latency(0.03),
+        replace(_LOADER, batch=4, concurrency=256, transform=0.05),
     ),
     Scenario("latency, fixed", Latency(0.05), replace(_LOADER)),
     Scenario("latency, spread", Latency(0.04, 0.8), replace(_LOADER)),
     Scenario(
-        "latency, spread; 4 times the look-ahead", Latency(0.04, 0.8), replace(_LOADER), further=4
+        "latency, spread; 4 times the look-ahead",
+        Latency(0.04, 0.8),
+        replace(_LOADER),
+        further=4,
     ),
     Scenario(
-        "event loop", Latency(0.03), replace(_LOADER, batch=4, concurrency=32, loop_cpu=0.005)
+        "event loop",
+        Latency(0.03),
+        replace(_LOADER, batch=4, concurrency=32, loop_cpu=0.005),
     ),
     Scenario(
-        "network", Latency(0.02), replace(_LOADER, read_bytes=20_000, network=16e6), network=True
+        "network",
+        Latency(0.02),
+        replace(_LOADER, read_bytes=20_000, network=16e6),
+        network=True,
     ),
     Scenario("consumer", Latency(0.03), replace(_LOADER, step=0.05)),
     Scenario(
@@ -142,7 +159,11 @@ class Reads(hr.AsyncDataset[tuple[float, float]]):
     """Samples that take as long as simulated ones; each is what its latency was too long, and its time on the loop."""
 
     def __init__(self, scenario: Scenario, length: int) -> None:
-        self._latency, self._loop, self._length = scenario.latency, scenario.host.loop_cpu, length
+        self._latency, self._loop, self._length = (
+            scenario.latency,
+            scenario.host.loop_cpu,
+            length,
+        )
 
     def __len__(self) -> int:
         return self._length
@@ -177,7 +198,9 @@ def assemble(samples: Sequence[Any], *, seconds: float) -> Batch:
     # Not the test server's objects.
     pairs = [sample for sample in samples if type(sample) is tuple]
     latency, loop = map(fmean, zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return Batch(len(samples), latency, loop, complete - began if seconds else 0.0, complete)
+    return Batch(
+        len(samples), latency, loop, complete - began if seconds else 0.0, complete
+    )
 
 
 @contextlib.contextmanager
@@ -276,7 +299,9 @@ class Comparison:
 def compare(scenario: Scenario, rounds: int) -> list[Comparison]:
     """Predict and measure a scenario with each number of engines, interleaved."""
     batches = scenario.batches
-    nominal = {engines: scenario.predict(engines, batches[engines]) for engines in ENGINES}
+    nominal = {
+        engines: scenario.predict(engines, batches[engines]) for engines in ENGINES
+    }
 
     def run(loader: Any, engines: int) -> tuple[float, float]:
         rate, times = measure(loader, batches[engines], scenario.host)
@@ -300,7 +325,9 @@ def compare(scenario: Scenario, rounds: int) -> list[Comparison]:
             [
                 guess / real - 1
                 for guess, real in zip(
-                    predicted.values[str(engines)], measured.values[str(engines)], strict=True
+                    predicted.values[str(engines)],
+                    measured.values[str(engines)],
+                    strict=True,
                 )
             ],
         )

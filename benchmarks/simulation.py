@@ -24,7 +24,13 @@ from event_queue import Clock, Servers
 
 from headrace._consumer.prefetch import Prefetcher
 from headrace._engine.look_ahead import LookAheadSize
-from headrace._records.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
+from headrace._records.batches import (
+    NO_TIMES,
+    BatchPlan,
+    FetchLoad,
+    HostBatch,
+    StageTimes,
+)
 
 __all__ = ["Host", "Latency", "Result", "SimulatedStore", "simulate", "simulate_epoch"]
 
@@ -146,7 +152,9 @@ class _Engine:
     held: int = 0
     unused: int = 0  # fetches with nothing to begin, at its last batch
     # of the event loop
-    jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(default_factory=deque)
+    jobs: deque[tuple[float, Callable[[_Batch], None], _Batch]] = field(
+        default_factory=deque
+    )
     running: bool = False
     busy: float = 0.0  # seconds that the event loop has computed
     batches: deque[_Batch] = field(default_factory=deque)  # with reads that are not begun
@@ -178,7 +186,9 @@ class _Loader:
         numbers = itertools.count() if batches == math.inf else range(int(batches))
         ahead = LookAheadSize(host.look_ahead, max(host.look_ahead, host.most_ahead))
         self._plans = Prefetcher(
-            (BatchPlan(number, range(host.batch), 0) for number in numbers), self._admit, ahead
+            (BatchPlan(number, range(host.batch), 0) for number in numbers),
+            self._admit,
+            ahead,
         )
         self._plans.on_stall(0.0)
         self._next = 0
@@ -228,10 +238,14 @@ class _Loader:
             now = self._random.choice(self._gates).serve(now, 1 / self._store.prefix_rate)
         index = (batch.number + 1) * self._host.batch - batch.unread
         generator = random.Random(index) if self._by_index else self._random
-        self._clock.at(now + self._store.latency.draw(generator), self._on_first_byte, batch)
+        self._clock.at(
+            now + self._store.latency.draw(generator), self._on_first_byte, batch
+        )
 
     def _on_first_byte(self, batch: _Batch) -> None:
-        done = self.network.serve(self._clock.now, self._host.read_bytes / self._host.network)
+        done = self.network.serve(
+            self._clock.now, self._host.read_bytes / self._host.network
+        )
         self._clock.at(done, self._on_bytes, batch)
 
     def _on_bytes(self, batch: _Batch) -> None:
@@ -243,7 +257,9 @@ class _Loader:
     def _on_client(self, batch: _Batch) -> None:
         self._compute(self._host.loop_cpu, self._on_read, batch)
 
-    def _compute(self, seconds: float, then: Callable[[_Batch], None], batch: _Batch) -> None:
+    def _compute(
+        self, seconds: float, then: Callable[[_Batch], None], batch: _Batch
+    ) -> None:
         """Let the engine's event loop compute after what it has to do already."""
         batch.engine.jobs.append((seconds, then, batch))
         if not batch.engine.running:
@@ -253,7 +269,9 @@ class _Loader:
         engine.running = bool(engine.jobs)
         if engine.running:
             seconds, _, _ = engine.jobs[0]
-            done = self.cores.serve(self._clock.now, seconds) if seconds else self._clock.now
+            done = (
+                self.cores.serve(self._clock.now, seconds) if seconds else self._clock.now
+            )
             self._clock.at(done, self._on_job, engine)
 
     def _on_job(self, engine: _Engine) -> None:
@@ -340,7 +358,8 @@ def simulate(
     clock = Clock()
     gates = [Servers(1) for _ in range(store.prefixes)]
     loaders = [
-        _Loader(host, store, gates, clock, seed + number) for number, host in enumerate(hosts)
+        _Loader(host, store, gates, clock, seed + number)
+        for number, host in enumerate(hosts)
     ]
     for loader in loaders:
         loader.start()
@@ -348,13 +367,18 @@ def simulate(
     before = [loader.totals() for loader in loaders]
     clock.run(warm_up + seconds)
     figures = (
-        [(late - early) / seconds for late, early in zip(loader.totals(), first, strict=True)]
+        [
+            (late - early) / seconds
+            for late, early in zip(loader.totals(), first, strict=True)
+        ]
         for loader, first in zip(loaders, before, strict=True)
     )
     return Result(*zip(*figures, strict=True))
 
 
-def simulate_epoch(host: Host, store: SimulatedStore, *, batches: int, seed: int = 0) -> float:
+def simulate_epoch(
+    host: Host, store: SimulatedStore, *, batches: int, seed: int = 0
+) -> float:
     """Batches a second of one host in the second half of an epoch, at whose end nothing more is planned.
 
     The latency of a sample is drawn by its index, as by the datasets of `simulated_runs.py`.
@@ -366,7 +390,9 @@ def simulate_epoch(host: Host, store: SimulatedStore, *, batches: int, seed: int
         seed: of partitions.
     """
     clock = Clock()
-    loader = _Loader(host, store, [Servers(1) for _ in range(store.prefixes)], clock, seed, batches)
+    loader = _Loader(
+        host, store, [Servers(1) for _ in range(store.prefixes)], clock, seed, batches
+    )
     loader.received = []
     loader.start()
     clock.run(math.inf)

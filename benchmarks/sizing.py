@@ -124,7 +124,10 @@ _COSTS = {
 
 WORKLOADS = tuple(
     Workload(
-        model.name, model.sample_bytes, model.bandwidth / model.sample_bytes, _COSTS[model.name]
+        model.name,
+        model.sample_bytes,
+        model.bandwidth / model.sample_bytes,
+        _COSTS[model.name],
     )
     for model in MODELS
 )
@@ -177,7 +180,10 @@ class Need:
 
 def cost_table() -> str:
     """What one engine gives."""
-    samples = [("small", *SMALL), *((each.name, each.nbytes, each.cost) for each in WORKLOADS)]
+    samples = [
+        ("small", *SMALL),
+        *((each.name, each.nbytes, each.cost) for each in WORKLOADS),
+    ]
     rows = [
         (
             name,
@@ -215,7 +221,11 @@ def other_costs() -> str:
         [
             ("connections for each request in flight", "1.0 to 1.1", REQUESTS),
             *batches,
-            ("memory of an engine that no other process shares", quantity(ENGINE_BYTES, "B"), KEYS),
+            (
+                "memory of an engine that no other process shares",
+                quantity(ENGINE_BYTES, "B"),
+                KEYS,
+            ),
             (
                 f"memory of a key of {KEY_LENGTH} bytes, its size and its entity tag",
                 f"{KEY_BYTES} bytes",
@@ -261,7 +271,12 @@ def cluster_tables() -> Iterator[str]:
     needs = [Need(workload, HOSTS * GPUS) for workload in WORKLOADS]
     yield _demand(needs)
     yield table(
-        ("", "bytes of 10⁹ objects", "an epoch", f"engines of {HOSTS * GPUS} ranks, at least"),
+        (
+            "",
+            "bytes of 10⁹ objects",
+            "an epoch",
+            f"engines of {HOSTS * GPUS} ranks, at least",
+        ),
         [
             (
                 need.workload.name,
@@ -277,13 +292,29 @@ def cluster_tables() -> Iterator[str]:
         ("10⁹ keys", "", "by"),
         [
             ("LIST requests", f"{pages:,.0f}", f"pages of {PAGE:,}"),
-            ("listing, one request at a time", duration(pages * FIRST_BYTE), "100 ms a page"),
-            ("listing, 16 at a time", duration(pages * FIRST_BYTE / LIST_AT_ONCE), "the same"),
+            (
+                "listing, one request at a time",
+                duration(pages * FIRST_BYTE),
+                "100 ms a page",
+            ),
+            (
+                "listing, 16 at a time",
+                duration(pages * FIRST_BYTE / LIST_AT_ONCE),
+                "the same",
+            ),
             *(
-                (f"CPU time of {name}", duration(OBJECTS * seconds), f"{duration(seconds)} a key")
+                (
+                    f"CPU time of {name}",
+                    duration(OBJECTS * seconds),
+                    f"{duration(seconds)} a key",
+                )
                 for name, seconds in KEY_CPU.items()
             ),
-            ("memory of one copy", quantity(OBJECTS * KEY_BYTES, "B"), f"{KEY_BYTES} bytes a key"),
+            (
+                "memory of one copy",
+                quantity(OBJECTS * KEY_BYTES, "B"),
+                f"{KEY_BYTES} bytes a key",
+            ),
             (
                 "8 ranks, the engine in a thread",
                 quantity(8 * OBJECTS * KEY_BYTES, "B"),
@@ -299,7 +330,11 @@ def cluster_tables() -> Iterator[str]:
                 quantity(OBJECTS / 512 * KEY_BYTES, "B"),
                 f"{KEY_BYTES} bytes a key",
             ),
-            ("start of the engines", duration(OBJECTS * KEY_START), f"{duration(KEY_START)} a key"),
+            (
+                "start of the engines",
+                duration(OBJECTS * KEY_START),
+                f"{duration(KEY_START)} a key",
+            ),
         ],
     )
     samples = 1251  # of a file of MLPerf Storage's ResNet-50
@@ -309,9 +344,15 @@ def cluster_tables() -> Iterator[str]:
         [
             ("shards", f"{shards:,}"),
             ("LIST requests", f"{math.ceil(shards / PAGE):,}"),
-            ("listing, 16 at a time", duration(shards / PAGE * FIRST_BYTE / LIST_AT_ONCE)),
+            (
+                "listing, 16 at a time",
+                duration(shards / PAGE * FIRST_BYTE / LIST_AT_ONCE),
+            ),
             ("memory of one copy", quantity(shards * KEY_BYTES, "B")),
-            ("requests/s of ResNet-50, ranges of 8 MiB", f"{needs[0].bandwidth / PART:,.0f}"),
+            (
+                "requests/s of ResNet-50, ranges of 8 MiB",
+                f"{needs[0].bandwidth / PART:,.0f}",
+            ),
         ],
     )
 
@@ -347,7 +388,9 @@ def _demand(needs: Sequence[Need]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; columns after the first are aligned to the right where they begin with a digit."""
-    right = [all(row[column][:1].isdigit() for row in rows) for column in range(len(head))]
+    right = [
+        all(row[column][:1].isdigit() for row in rows) for column in range(len(head))
+    ]
     rule = "|" + "|".join("---:" if each else "---" for each in right) + "|"
     first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
     return "\n".join([first.replace("|  |", "| |"), rule, *others])

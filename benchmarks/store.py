@@ -31,7 +31,9 @@ PAGE = 1000  # keys to a page of a listing, as with S3
 NGINX = "nginx with Lua, one worker process"
 
 # A normally distributed number, by Box and Muller.
-NORMAL = "math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random())"
+NORMAL = (
+    "math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random())"
+)
 # Requests take their turn at a rate; the seconds until then.
 TURN = """(function()
     queue.free_at = math.max(queue.free_at, ngx.now()) + 1 / {rate}
@@ -118,7 +120,10 @@ class Store:
 
 def nginx_is_installed() -> bool:
     """Whether there is nginx with its Lua module."""
-    return shutil.which("nginx") is not None and (MODULES / "ngx_http_lua_module.so").exists()
+    return (
+        shutil.which("nginx") is not None
+        and (MODULES / "ngx_http_lua_module.so").exists()
+    )
 
 
 @contextlib.contextmanager
@@ -142,8 +147,12 @@ def serve(
         rate: requests a second, above which they wait; 0 for no limit. It needs nginx.
     """
     if nginx and nginx_is_installed():
-        objects_made = ((key_of(number), content_of(number, size)) for number in range(objects))
-        seconds = _log_normal(latency, spread) + (rate > 0) * f" + {TURN.format(rate=rate)}"
+        objects_made = (
+            (key_of(number), content_of(number, size)) for number in range(objects)
+        )
+        seconds = (
+            _log_normal(latency, spread) + (rate > 0) * f" + {TURN.format(rate=rate)}"
+        )
         with _nginx(objects_made, seconds) as (endpoint, pid):
             yield Store(endpoint, NGINX, size, pid)
     else:
@@ -152,13 +161,20 @@ def serve(
                 "the test server has one latency for all requests, and no limit to their rate"
             )
         why = "nginx with its Lua module is not installed" if nginx else "as was asked"
-        with ObjectServer(contents(objects, size), bucket=BUCKET, latency=latency) as server:
+        with ObjectServer(
+            contents(objects, size), bucket=BUCKET, latency=latency
+        ) as server:
             yield Store(server.endpoint, f"headrace's test server ({why})", size)
 
 
 @contextlib.contextmanager
 def serve_objects(
-    objects: Mapping[str, bytes], *, latency: float, spread: float, stalled: float, stall: float
+    objects: Mapping[str, bytes],
+    *,
+    latency: float,
+    spread: float,
+    stalled: float,
+    stall: float,
 ) -> Iterator[Store]:
     """A store with these objects and the latencies of a real one.
 
@@ -174,10 +190,14 @@ def serve_objects(
     if not nginx_is_installed():
         with ObjectServer(objects, bucket=BUCKET, latency=latency) as server:
             yield Store(
-                server.endpoint, "headrace's test server, with one latency for all requests", 0
+                server.endpoint,
+                "headrace's test server, with one latency for all requests",
+                0,
             )
         return
-    seconds = f"{_log_normal(latency, spread)} + (math.random() < {stalled} and {stall} or 0)"
+    seconds = (
+        f"{_log_normal(latency, spread)} + (math.random() < {stalled} and {stall} or 0)"
+    )
     with _nginx(objects.items(), seconds) as (endpoint, pid):
         yield Store(endpoint, NGINX, 0, pid)
 
@@ -187,7 +207,9 @@ def _log_normal(latency: float, spread: float) -> str:
 
 
 @contextlib.contextmanager
-def _nginx(objects: Iterable[tuple[str, bytes]], latency: str) -> Iterator[tuple[str, int]]:
+def _nginx(
+    objects: Iterable[tuple[str, bytes]], latency: str
+) -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryDirectory(prefix="headrace-nginx-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # its worker process may be another user's

@@ -31,13 +31,17 @@ from stored_readers import ALONE, BARE, FORMATS, OURS, SIZE, WRITE
 PROGRAM = Path(__file__).with_name("stored_readers.py")
 
 
-def ranges_of(server: ObjectServer, objects: Mapping[str, bytes]) -> list[tuple[str, int, int]]:
+def ranges_of(
+    server: ObjectServer, objects: Mapping[str, bytes]
+) -> list[tuple[str, int, int]]:
     """The ranges that were requested since `misbehave`."""
     found = []
     for seen in server.seen():
         size = len(objects.get(seen.key, b""))
         first, last = re.fullmatch(r"(?:bytes=(\d*)-(\d*))?", seen.span).groups()
-        start, stop, _ = slice(int(first or 0), int(last) + 1 if last else size).indices(size)
+        start, stop, _ = slice(int(first or 0), int(last) + 1 if last else size).indices(
+            size
+        )
         found += [
             (seen.key, start, stop)
             if first or not last
@@ -50,16 +54,22 @@ def compare(name: str, python: str, count: int, rounds: int) -> str:
     """Run the readers of a format in turn; why there are no figures, or nothing."""
     _, peer, packages, writes, _, alone = FORMATS[name]
     lacking = (
-        {peer: f"{package} is not installed"} if (package := missing(python, packages)) else {}
+        {peer: f"{package} is not installed"}
+        if (package := missing(python, packages))
+        else {}
     )
     if lacking and writes:
         return lacking[peer]
     with contextlib.ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="headrace-stored-")))
+        folder = Path(
+            opened.enter_context(tempfile.TemporaryDirectory(prefix="headrace-stored-"))
+        )
         data = folder / "data"
         data.mkdir()
 
-        def process(who: str, interpreter: str = sys.executable, endpoint: str = "") -> Process:
+        def process(
+            who: str, interpreter: str = sys.executable, endpoint: str = ""
+        ) -> Process:
             return opened.enter_context(
                 Process(interpreter, name, count, PROGRAM, [who], [endpoint, data])
             )
@@ -84,7 +94,9 @@ def compare(name: str, python: str, count: int, rounds: int) -> str:
             processes |= {who: process(who, python, server.endpoint) for who in others}
         found, failed = race(processes, rounds, "samples/s")
     found.show(against=BARE, absent=failed | lacking)
-    peers = [found.share(OURS, who, f"× {who}") for who in (ALONE, peer) if who in found.values]
+    peers = [
+        found.share(OURS, who, f"× {who}") for who in (ALONE, peer) if who in found.values
+    ]
     claim(name, found.share(OURS, BARE), *peers)
     return "; ".join(failed.values())
 
@@ -97,7 +109,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument(
-        "--python", action="append", default=[], metavar="FORMAT=INTERPRETER", help="of its library"
+        "--python",
+        action="append",
+        default=[],
+        metavar="FORMAT=INTERPRETER",
+        help="of its library",
     )
     arguments = parse_arguments(parser, samples=512, rounds=1)
     pythons = dict(interpreters(arguments.python, FORMATS))

@@ -51,7 +51,10 @@ class Job(NamedTuple):
     def shards(self) -> Iterator[tuple[str, list[bytes]]]:
         """Their files' names, without endings, and images."""
         images = self.images()
-        return ((f"{n:04d}", images[n * SHARD :][:SHARD]) for n in range(-(-self.count // SHARD)))
+        return (
+            (f"{n:04d}", images[n * SHARD :][:SHARD])
+            for n in range(-(-self.count // SHARD))
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -85,7 +88,9 @@ class Job(NamedTuple):
         from torch.utils.data import DataLoader
 
         options |= {"num_workers": 2, "multiprocessing_context": "fork"}
-        return DataLoader(dataset, BATCH, collate_fn=lambda samples: [*map(of, samples)], **options)
+        return DataLoader(
+            dataset, BATCH, collate_fn=lambda samples: [*map(of, samples)], **options
+        )
 
     def cold(self) -> str:
         """An empty folder."""
@@ -106,7 +111,9 @@ def bytes_of(tensor: Any) -> bytes:
 
 def mds(job: Job) -> Any:
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.MDSDataset(store).stream(shuffle=True), image_of)
+        return job.read(
+            lambda hr, store: hr.MDSDataset(store).stream(shuffle=True), image_of
+        )
     streaming = import_mosaic()[0]
     if job.who == WRITE:
         with streaming.MDSWriter(
@@ -130,18 +137,24 @@ def litdata_sample(number: int) -> Any:
 
 def litdata(job: Job) -> Any:
     if job.who == OURS:
-        return job.read(lambda hr, store: hr.LitDataset(store).stream(shuffle=True), np.asarray)
+        return job.read(
+            lambda hr, store: hr.LitDataset(store).stream(shuffle=True), np.asarray
+        )
     import litdata
     from litdata.streaming.resolver import Dir
 
     if job.who == WRITE:
         whole = {"chunk_bytes": SHARD * SIZE, "num_workers": 1}
-        return litdata.optimize(litdata_sample, [*range(job.count)], str(job.folder), **whole)
+        return litdata.optimize(
+            litdata_sample, [*range(job.count)], str(job.folder), **whole
+        )
     allow_http_for_litdata()
     options = {"endpoint_url": job.endpoint, "region_name": "us-east-1"}
     place = Dir(path=job.cold(), url="s3://bucket")
     remote = litdata.StreamingDataset(place, shuffle=True, storage_options=options)
-    return litdata.StreamingDataLoader(remote, batch_size=BATCH, num_workers=2, collate_fn=list)
+    return litdata.StreamingDataLoader(
+        remote, batch_size=BATCH, num_workers=2, collate_fn=list
+    )
 
 
 def zarr(job: Job) -> Any:
@@ -165,22 +178,29 @@ def zarr(job: Job) -> Any:
             job.count, block_size=BATCH // 4, blocks_at_once=IN_FLIGHT // 2, seed=0
         )
         return job.read(
-            lambda hr, store: hr.ZarrDataset("a.zarr", store=store), bytes_of, sampler=order
+            lambda hr, store: hr.ZarrDataset("a.zarr", store=store),
+            bytes_of,
+            sampler=order,
         )
     from obstore.store import from_url
 
-    source = zarr.storage.ObjectStore(from_url("s3://bucket/a.zarr", **job.options), read_only=True)
+    source = zarr.storage.ObjectStore(
+        from_url("s3://bucket/a.zarr", **job.options), read_only=True
+    )
     if job.who == ALONE:
 
         async def read() -> list[Any]:
             array = await zarr.api.asynchronous.open_array(store=source, mode="r")
             starts = iter(
-                np.random.default_rng(0).permutation(np.arange(0, job.count, BATCH // 4)).tolist()
+                np.random.default_rng(0)
+                .permutation(np.arange(0, job.count, BATCH // 4))
+                .tolist()
             )
 
             async def some() -> list[Any]:
                 return [
-                    list(await array.getitem(slice(start, start + BATCH // 4))) for start in starts
+                    list(await array.getitem(slice(start, start + BATCH // 4)))
+                    for start in starts
                 ]
 
             return [
@@ -199,13 +219,17 @@ def megatron(job: Job) -> Any:
     if job.who == OURS:
         of = lambda tokens: tokens.numpy().astype(np.uint16).tobytes()  # noqa: E731
         return job.read(
-            lambda hr, store: hr.TokenDataset("*.bin", seq_len=None, store=store), of, shuffle=True
+            lambda hr, store: hr.TokenDataset("*.bin", seq_len=None, store=store),
+            of,
+            shuffle=True,
         )
     from megatron.core.datasets import indexed_dataset as own
 
     if job.who == WRITE:
         for name, images in job.shards():
-            builder = own.IndexedDatasetBuilder(str(job.folder / f"{name}.bin"), dtype=np.uint16)
+            builder = own.IndexedDatasetBuilder(
+                str(job.folder / f"{name}.bin"), dtype=np.uint16
+            )
             for image in images:
                 builder.add_document(np.frombuffer(image, np.uint16), [SIZE // 2])
             builder.finalize(str(job.folder / f"{name}.idx"))
@@ -215,7 +239,10 @@ def megatron(job: Job) -> Any:
 
     place = ObjectStorageConfig(path_to_idx_cache=job.cold())
     names = [f"s3://bucket/{name}" for name, _ in job.shards()]
-    parts = [own.IndexedDataset(name, mmap=False, object_storage_config=place) for name in names]
+    parts = [
+        own.IndexedDataset(name, mmap=False, object_storage_config=place)
+        for name in names
+    ]
     return job.torch(ConcatDataset(parts), lambda tokens: tokens.tobytes(), shuffle=True)
 
 
@@ -254,9 +281,14 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
     if job.who == WRITE:
         table = pyarrow.table({"image": job.images()})
         return lance.write_dataset(table, job.folder / "a.lance", max_rows_per_file=SHARD)
-    url, options = "s3://bucket/a.lance", {"aws_endpoint": job.endpoint, "allow_http": "true"}
+    url, options = (
+        "s3://bucket/a.lance",
+        {"aws_endpoint": job.endpoint, "allow_http": "true"},
+    )
     if job.who == OURS and shuffle:
-        return job.read(lambda hr, store: lance_rows(url, options, False), image_of, shuffle=True)
+        return job.read(
+            lambda hr, store: lance_rows(url, options, False), image_of, shuffle=True
+        )
     if shuffle:
         remote = lance.torch.data.SafeLanceDataset(
             url, dataset_options={"storage_options": options}
@@ -274,7 +306,9 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
         opened = lance.dataset(url, storage_options=options)
         starts = range(0, job.count, BATCH)
         with ThreadPoolExecutor(IN_FLIGHT) as threads:
-            batches = threads.map(lambda first: opened.take([*range(first, first + BATCH)]), starts)
+            batches = threads.map(
+                lambda first: opened.take([*range(first, first + BATCH)]), starts
+            )
     else:
         opened = lance.dataset(url, storage_options=options)
         batches = lance.torch.data.LanceDataset(
@@ -286,7 +320,8 @@ def lance(job: Job, *, shuffle: bool = True) -> Any:
 def save_to_disk(job: Job) -> Any:
     if job.who == OURS:
         return job.read(
-            lambda hr, store: hr.ArrowDataset("a/", store=store).stream(shuffle=True), image_of
+            lambda hr, store: hr.ArrowDataset("a/", store=store).stream(shuffle=True),
+            image_of,
         )
     import datasets
 
@@ -347,7 +382,8 @@ def tfrecord(job: Job) -> Any:
 
     if job.who == OURS:
         return job.read(
-            lambda hr, store: hr.TFRecordDataset("*.tfrecord", store=store, shuffle=True), image_in
+            lambda hr, store: hr.TFRecordDataset("*.tfrecord", store=store, shuffle=True),
+            image_in,
         )
     if job.who == WRITE:
         for name, images in job.shards():
@@ -374,12 +410,14 @@ def npy(job: Job) -> Any:
     if job.who == WRITE:
         for name, images in job.shards():
             np.save(
-                job.folder / f"{name}.npy", np.frombuffer(b"".join(images), "u1").reshape(-1, SIZE)
+                job.folder / f"{name}.npy",
+                np.frombuffer(b"".join(images), "u1").reshape(-1, SIZE),
             )
         return None
     if job.who == OURS:
         return job.read(
-            lambda hr, store: hr.ArrayDataset("*.npy", store=store).stream(shuffle=True), bytes_of
+            lambda hr, store: hr.ArrayDataset("*.npy", store=store).stream(shuffle=True),
+            bytes_of,
         )
     import fsspec
     from torch.utils.data import DataLoader
@@ -390,7 +428,9 @@ def npy(job: Job) -> Any:
                 return np.load(io.BytesIO(file.read()))
 
     files = Files(f"{job.endpoint}/bucket/{name}.npy" for name, _ in job.shards())
-    arrays = DataLoader(files, None, shuffle=True, num_workers=2, multiprocessing_context="fork")
+    arrays = DataLoader(
+        files, None, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    )
     return (list(rows.numpy()) for array in arrays for rows in array.split(BATCH))
 
 
@@ -399,7 +439,9 @@ def datatrove(job: Job) -> Any:
         of = lambda tokens: tokens.numpy().astype(np.uint16).tobytes()  # noqa: E731
         tokens = {"seq_len": SIZE // 2}
         return job.read(
-            lambda hr, store: hr.TokenDataset("*.ds", store=store, **tokens).stream(shuffle=True),
+            lambda hr, store: hr.TokenDataset("*.ds", store=store, **tokens).stream(
+                shuffle=True
+            ),
             of,
         )
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
@@ -416,7 +458,9 @@ def datatrove(job: Job) -> Any:
     class Windows(list[int]):
         @functools.cached_property
         def folder(self) -> Any:
-            return DatatroveFolderDataset("s3://bucket", SIZE // 2 - 1, "*.ds", shuffle=True)
+            return DatatroveFolderDataset(
+                "s3://bucket", SIZE // 2 - 1, "*.ds", shuffle=True
+            )
 
         def __getitem__(self, number: Any) -> Any:
             # Opened in each worker: s3fs does not survive a fork.
@@ -441,10 +485,14 @@ def hub_of(endpoint: str, data: Path) -> str:
 
         def do_GET(self) -> None:
             time.sleep(0.02)  # its latency
-            found = entries if "/tree/" in self.path else {"id": "org/name", "sha": "a" * 40}
+            found = (
+                entries if "/tree/" in self.path else {"id": "org/name", "sha": "a" * 40}
+            )
             body = b"" if "/resolve/" in self.path else json.dumps(found).encode()
             self.send_response(200 if body else 302)
-            self.send_header("Location", f"{endpoint}/bucket/{self.path.rpartition('/')[2]}")
+            self.send_header(
+                "Location", f"{endpoint}/bucket/{self.path.rpartition('/')[2]}"
+            )
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -460,10 +508,18 @@ def hub_of(endpoint: str, data: Path) -> str:
 def hub(job: Job) -> Any:
     if job.who == WRITE:
         return parquet(job)
-    os.environ |= {"HF_ENDPOINT": hub_of(job.endpoint, job.data), "HF_HOME": str(job.folder)}
+    os.environ |= {
+        "HF_ENDPOINT": hub_of(job.endpoint, job.data),
+        "HF_HOME": str(job.folder),
+    }
     if job.who == OURS:
-        repository, of = ("datasets/org/name", "*.parquet"), {"columns": ["image"], "shuffle": True}
-        return job.read(lambda hr, store: hr.ParquetDataset(hr.hub(*repository), **of), image_of)
+        repository, of = (
+            ("datasets/org/name", "*.parquet"),
+            {"columns": ["image"], "shuffle": True},
+        )
+        return job.read(
+            lambda hr, store: hr.ParquetDataset(hr.hub(*repository), **of), image_of
+        )
     import datasets
     import huggingface_hub
     import pyarrow.dataset  # noqa: F401  # once, not in each worker
@@ -506,15 +562,25 @@ def video(job: Job) -> Any:
         noise = np.random.default_rng(0).integers(0, 255, (*PIXELS, 3), dtype=np.uint8)
         for number in range(count // CLIPS):
             with av.open(
-                str(job.folder / f"{number:04d}.mp4"), "w", options={"movflags": "faststart"}
+                str(job.folder / f"{number:04d}.mp4"),
+                "w",
+                options={"movflags": "faststart"},
             ) as output:
                 stream = output.add_stream(
-                    "libx264", rate=30, width=PIXELS[1], height=PIXELS[0], pix_fmt="yuv420p"
+                    "libx264",
+                    rate=30,
+                    width=PIXELS[1],
+                    height=PIXELS[0],
+                    pix_fmt="yuv420p",
                 )
                 stream.options, stream.codec_context.gop_size = {"preset": "veryfast"}, 30
                 for at in range(CLIP * CLIPS):
-                    picture = np.roll(noise // 4 + (number + at // 8) % 192, (at, 2 * at), (0, 1))
-                    output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+                    picture = np.roll(
+                        noise // 4 + (number + at // 8) % 192, (at, 2 * at), (0, 1)
+                    )
+                    output.mux(
+                        stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24"))
+                    )
                 output.mux(stream.encode())
         return None
     known = clip_numbers(job.data)
@@ -536,7 +602,9 @@ def video(job: Job) -> Any:
         }
         return check(
             job.read(
-                lambda hr, store: hr.VideoDataset(store, frames=CLIP), lambda clip: clip, **decoding
+                lambda hr, store: hr.VideoDataset(store, frames=CLIP),
+                lambda clip: clip,
+                **decoding,
             )
         )
     from obstore.store import from_url
@@ -552,7 +620,9 @@ def video(job: Job) -> Any:
                 self.store.get(f"{number // CLIPS:04d}.mp4").bytes(),
                 number % CLIPS * CLIP,
             )
-            decoder = VideoDecoder(bytes(whole), num_ffmpeg_threads=1, seek_mode="approximate")
+            decoder = VideoDecoder(
+                bytes(whole), num_ffmpeg_threads=1, seek_mode="approximate"
+            )
             return decoder.get_frames_in_range(first, first + CLIP).data
 
     return check(job.torch(Clips(range(count)), lambda clip: clip, shuffle=True))
@@ -572,7 +642,9 @@ class Format(NamedTuple):
 FORMATS = {
     "MDS": Format(mds, "mosaicml-streaming", ("mosaicml-streaming",)),
     "LitData": Format(litdata, "litdata", ("litdata",)),
-    "Zarr": Format(zarr, "zarr, batch by batch", ("zarr", "obstore"), writes=False, alone=True),
+    "Zarr": Format(
+        zarr, "zarr, batch by batch", ("zarr", "obstore"), writes=False, alone=True
+    ),
     "Megatron": Format(megatron, "megatron-core", ("megatron-core", "boto3")),
     "Lance": Format(lance, "lance.torch, shuffled", ("pylance",), writes=False),
     "Lance, in order": Format(
@@ -586,11 +658,19 @@ FORMATS = {
     "TFRecord": Format(tfrecord, "tfrecord, GETs in turn", ("tfrecord", "obstore")),
     "npy": Format(npy, "numpy, whole files", ("fsspec", "aiohttp"), writes=False),
     "datatrove": Format(datatrove, "datatrove", ("datatrove", "s3fs")),
-    "hub": Format(hub, "datasets, streaming", ("datasets", "huggingface_hub"), writes=False),
-    "video": Format(
-        video, "torchcodec, whole files", ("torchcodec", "av", "obstore"), writes=False, share=1 / 8
+    "hub": Format(
+        hub, "datasets, streaming", ("datasets", "huggingface_hub"), writes=False
     ),
-    "Parquet, filtered": Format(parquet, "pyarrow.dataset", ("pyarrow",), writes=False, share=0.5),
+    "video": Format(
+        video,
+        "torchcodec, whole files",
+        ("torchcodec", "av", "obstore"),
+        writes=False,
+        share=1 / 8,
+    ),
+    "Parquet, filtered": Format(
+        parquet, "pyarrow.dataset", ("pyarrow",), writes=False, share=0.5
+    ),
 }
 
 
@@ -603,7 +683,9 @@ async def get_all(job: Job, data: Path) -> float:
         deque(json.loads((data.parent / "spans.json").read_text())),
         from_url("s3://bucket", **job.options),
     )
-    stored = {key: memoryview((data / key).read_bytes()) for key in {key for key, _, _ in spans}}
+    stored = {
+        key: memoryview((data / key).read_bytes()) for key in {key for key, _, _ in spans}
+    }
 
     async def get() -> None:
         while spans:
@@ -612,7 +694,9 @@ async def get_all(job: Job, data: Path) -> float:
                 memoryview(await get_range_async(store, key, start=start, end=stop))
                 != stored[key][start:stop]
             ):
-                raise RuntimeError(f"{key}: other bytes than were stored: this run does not count")
+                raise RuntimeError(
+                    f"{key}: other bytes than were stored: this run does not count"
+                )
 
     began = time.perf_counter()
     await asyncio.gather(*(get() for _ in range(IN_FLIGHT)))
@@ -635,13 +719,20 @@ def epoch(name: str, job: Job, data: Path) -> float:
 
 
 def main(name: str, who: str, folder: str, count: str, endpoint: str, data: str) -> None:
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION")
+    names = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+    )
     os.environ |= {
         **dict.fromkeys(names, "us-east-1"),
         "AWS_ENDPOINT_URL": endpoint,
         "S3_ENDPOINT_URL": endpoint,
     }
-    job = Job(who, Path(data if who == WRITE else folder), int(count), endpoint, Path(data))
+    job = Job(
+        who, Path(data if who == WRITE else folder), int(count), endpoint, Path(data)
+    )
     answer(lambda: contextlib.nullcontext(lambda: epoch(name, job, Path(data))))
 
 

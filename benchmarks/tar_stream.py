@@ -85,17 +85,23 @@ def check_all(pattern: str, shards: int, *, webdataset: bool) -> None:
     """An epoch of each in which every byte is compared, before those that are timed."""
 
     async def streamed() -> list[Any]:
-        return [sample async for sample in hr.TarDataset(pattern, shards_in_parallel=SHARDS)]
+        return [
+            sample async for sample in hr.TarDataset(pattern, shards_in_parallel=SHARDS)
+        ]
 
     check_bytes(uvloop.run(streamed()), shards)
     with hr.DataLoader(
-        hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=BATCH, collate_fn=list
+        hr.TarDataset(pattern, shards_in_parallel=SHARDS),
+        batch_size=BATCH,
+        collate_fn=list,
     ) as loader:
         check_bytes((sample for batch in loader for sample in batch), shards)
     if webdataset:
         import webdataset as wds
 
-        check_bytes(wds.WebDataset(pattern, shardshuffle=False, empty_check=False), shards)
+        check_bytes(
+            wds.WebDataset(pattern, shardshuffle=False, empty_check=False), shards
+        )
 
 
 def with_bare_obstore(
@@ -120,13 +126,16 @@ def with_bare_obstore(
                     if copies:
                         data = memoryview(piece)
                         kept.extend(
-                            bytes(data[at : at + SIZE]) for at in range(0, len(data), RECORDS)
+                            bytes(data[at : at + SIZE])
+                            for at in range(0, len(data), RECORDS)
                         )
 
         await asyncio.gather(*(one() for _ in range(SHARDS)))
         elapsed = time.perf_counter() - began
         if received != size:
-            raise RuntimeError(f"{received} of {size} bytes came: this run does not count")
+            raise RuntimeError(
+                f"{received} of {size} bytes came: this run does not count"
+            )
         return received / elapsed / 1e9
 
     return uvloop.run(run())
@@ -149,7 +158,9 @@ def with_headrace(pattern: str, shards: int, size: int) -> float:
 def with_loader(pattern: str, shards: int, size: int) -> float:
     samples = content = 0
     with hr.DataLoader(
-        hr.TarDataset(pattern, shards_in_parallel=SHARDS), batch_size=BATCH, collate_fn=list
+        hr.TarDataset(pattern, shards_in_parallel=SHARDS),
+        batch_size=BATCH,
+        collate_fn=list,
     ) as loader:
         began = time.perf_counter()
         for batch in loader:
@@ -190,7 +201,9 @@ def main() -> None:
             STREAM: lambda: with_bare_obstore(url, shards, size),
             COPIES: lambda: with_bare_obstore(url, shards, size, copies=1),
             COPIES_KEPT: lambda: with_bare_obstore(url, shards, size, copies=KEPT),
-            "the same, pieces of 1 MiB": lambda: with_bare_obstore(url, shards, size, 1 << 20),
+            "the same, pieces of 1 MiB": lambda: with_bare_obstore(
+                url, shards, size, 1 << 20
+            ),
             "headrace, TarDataset": lambda: with_headrace(pattern, shards, size),
             "headrace, DataLoader": lambda: with_loader(pattern, shards, size),
         }
@@ -201,7 +214,9 @@ def main() -> None:
             absent["WebDataset"] = "not installed, or no curl"
         check_all(pattern, shards, webdataset=not absent)
         rounds = interleave(contestants, rounds=arguments.rounds, unit="GB/s")
-    print(f"{shards} shards of {SAMPLES} samples, {size / 1e6:.0f} MB; the store: {store}")
+    print(
+        f"{shards} shards of {SAMPLES} samples, {size / 1e6:.0f} MB; the store: {store}"
+    )
     print(describe_machine("webdataset"))
     rounds.show(against=STREAM, absent=absent)
     figures = [
@@ -217,10 +232,14 @@ def main() -> None:
         "tar shards through a loader",
         rounds.share("headrace, DataLoader", STREAM, at_least=0.9),
         rounds.share(
-            "headrace, DataLoader", COPIES_KEPT, f"of one that copies each sample and keeps {KEPT}"
+            "headrace, DataLoader",
+            COPIES_KEPT,
+            f"of one that copies each sample and keeps {KEPT}",
         ),
         rounds.share(
-            "headrace, DataLoader", "headrace, TarDataset", "of the stream without a loader"
+            "headrace, DataLoader",
+            "headrace, TarDataset",
+            "of the stream without a loader",
         ),
     )
 

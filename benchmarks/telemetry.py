@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from contents import check_order
-from harness import Figure, Rounds, claim, describe_machine, interleave_figures, parse_arguments
+from harness import (
+    Figure,
+    Rounds,
+    claim,
+    describe_machine,
+    interleave_figures,
+    parse_arguments,
+)
 
 import headrace as hr
 
@@ -60,7 +67,9 @@ def within(
     """The figures of an epoch, the second of its loader, with all of it inside the block."""
     with (
         block(),
-        hr.DataLoader(dataset, BATCH, collate_fn=len, concurrency=64, **options) as loader,
+        hr.DataLoader(
+            dataset, BATCH, collate_fn=len, concurrency=64, **options
+        ) as loader,
     ):
         epoch(loader, dataset.length)
         return epoch(loader, dataset.length)
@@ -74,13 +83,20 @@ def added(table: Rounds, name: str, to: str, *, at_most: float) -> Figure:
     """
 
     def share(rounds: slice) -> float:
-        return 100 * (min(table.values[name][rounds]) - min(table.values[to][rounds])) / BUDGET
+        return (
+            100
+            * (min(table.values[name][rounds]) - min(table.values[to][rounds]))
+            / BUDGET
+        )
 
     rounds = len(table.values[name])
     each = max(1, rounds // 8)
     parts = [share(slice(start, start + each)) for start in range(0, rounds, each)]
     return Figure(
-        "% of the time at 10,000 objects/s", parts, at_most=at_most, stated=share(slice(None))
+        "% of the time at 10,000 objects/s",
+        parts,
+        at_most=at_most,
+        stated=share(slice(None)),
     )
 
 
@@ -128,7 +144,11 @@ def main() -> None:
                             waiting,
                             placement=placement,  # noqa: B023
                         ),
-                        "with a trace": lambda: within(traced, waiting, placement=placement),  # noqa: B023
+                        "with a trace": lambda: within(
+                            traced,
+                            waiting,
+                            placement=placement,  # noqa: B023
+                        ),
                     },
                     rounds=max(5, arguments.rounds // 2),
                     units=(

@@ -52,7 +52,9 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def iterate(loader_class: Any, dataset: Any, batch: int) -> Any:
     return iter(
-        loader_class(dataset, batch, shuffle=True, generator=torch.Generator().manual_seed(7))
+        loader_class(
+            dataset, batch, shuffle=True, generator=torch.Generator().manual_seed(7)
+        )
     )
 
 
@@ -61,11 +63,16 @@ def check_same_batches(dataset: TensorDataset) -> None:
     for case in (part, Subset(part, range(500, 5_007)), Rows(part)):
         for size in (*SIZES, *ONE_BY_ONE):
             pairs = itertools.zip_longest(
-                iterate(hr.DataLoader, case, size), iterate(torch.utils.data.DataLoader, case, size)
+                iterate(hr.DataLoader, case, size),
+                iterate(torch.utils.data.DataLoader, case, size),
             )
             for ours, theirs in pairs:
-                if type(ours) is not type(theirs) or not all(map(torch.equal, ours, theirs)):
-                    raise RuntimeError("the batches differ from torch's: this run does not count")
+                if type(ours) is not type(theirs) or not all(
+                    map(torch.equal, ours, theirs)
+                ):
+                    raise RuntimeError(
+                        "the batches differ from torch's: this run does not count"
+                    )
 
 
 def read(loader_class: Any, dataset: Dataset[Any], size: int, samples: int) -> float:
@@ -99,7 +106,9 @@ def compare(dataset: TensorDataset, size: int, rounds: int) -> Rounds:
         {
             LIMIT: lambda: index_select(dataset, size, SAMPLES["limit"]),
             HEADRACE: lambda: read(hr.DataLoader, dataset, size, SAMPLES["headrace"]),
-            TORCH: lambda: read(torch.utils.data.DataLoader, dataset, size, SAMPLES["torch"]),
+            TORCH: lambda: read(
+                torch.utils.data.DataLoader, dataset, size, SAMPLES["torch"]
+            ),
         },
         rounds=rounds,
         unit="samples/s",
@@ -140,7 +149,8 @@ def main() -> None:
     check_same_batches(dataset)
     compared = {size: compare(dataset, size, arguments.rounds) for size in SIZES}
     one_by_one = {
-        size: compare_one_by_one(Rows(dataset), size, arguments.rounds) for size in ONE_BY_ONE
+        size: compare_one_by_one(Rows(dataset), size, arguments.rounds)
+        for size in ONE_BY_ONE
     }
     print(
         f"{ROWS} × 16 floats and a label, shuffled, in the caller's thread; the batches are torch's, bit for bit"
@@ -154,7 +164,10 @@ def main() -> None:
     for size, rounds in one_by_one.items():
         print(f"\nbatches of {size}, the rows read one by one")
         rounds.show(against=LOOP)
-        claim(f"rows read one by one, batches of {size}", rounds.share(HEADRACE, TORCH, "× torch"))
+        claim(
+            f"rows read one by one, batches of {size}",
+            rounds.share(HEADRACE, TORCH, "× torch"),
+        )
 
 
 if __name__ == "__main__":

@@ -95,7 +95,9 @@ def check(seen: torch.Tensor, expected: int) -> None:
     in_order = seen[seen[:, 0].argsort()]  # an object begins with its number
     stored = stack([content_of(number, OBJECT_SIZE) for number in range(expected)])
     if not torch.equal(in_order, stored.view(torch.int64)[:, ::LOOKED_AT]):
-        raise RuntimeError("objects are missing, doubled or wrong: this run does not count")
+        raise RuntimeError(
+            "objects are missing, doubled or wrong: this run does not count"
+        )
 
 
 def stack(objects: Sequence[Any]) -> torch.Tensor:
@@ -135,7 +137,11 @@ def torchdata_nodes(get: GetWhole, length: int) -> Any:
 def spdl_builder(get: GetWhole, length: int) -> Any:
     from spdl.pipeline import PipelineBuilder
 
-    builder = PipelineBuilder().add_source(range(length)).pipe(get.aget, concurrency=CONCURRENCY)
+    builder = (
+        PipelineBuilder()
+        .add_source(range(length))
+        .pipe(get.aget, concurrency=CONCURRENCY)
+    )
     return builder.aggregate(BATCH).pipe(stack).add_sink(4)
 
 
@@ -149,7 +155,10 @@ def spdl_in_subprocess(get: GetWhole, length: int) -> Any:
     from spdl.pipeline import run_pipeline_in_subprocess
 
     return run_pipeline_in_subprocess(
-        spdl_builder(get, length).get_config(), num_threads=4, mp_context="spawn", buffer_size=4
+        spdl_builder(get, length).get_config(),
+        num_threads=4,
+        mp_context="spawn",
+        buffer_size=4,
     )
 
 
@@ -157,7 +166,9 @@ def grain_dataset(get: GetWhole, length: int) -> Any:
     import grain
 
     fetched = grain.MapDataset.range(length).map(get)
-    options = grain.ReadOptions(num_threads=CONCURRENCY, prefetch_buffer_size=2 * CONCURRENCY)
+    options = grain.ReadOptions(
+        num_threads=CONCURRENCY, prefetch_buffer_size=2 * CONCURRENCY
+    )
     return fetched.to_iter_dataset(options).batch(BATCH, batch_fn=stack)
 
 
@@ -208,7 +219,9 @@ def main() -> None:
         if is_installed("spdl-core"):
             subprocess_pipeline = spdl_in_subprocess(get, length)
             contestants["SPDL"] = lambda: train_on_spdl(get, length)
-            contestants["SPDL, in a subprocess"] = lambda: train(subprocess_pipeline, length)
+            contestants["SPDL, in a subprocess"] = lambda: train(
+                subprocess_pipeline, length
+            )
         else:
             absent["SPDL"] = "spdl is not installed"
         if is_installed("grain"):

@@ -95,12 +95,16 @@ def measure(work: Work, batches: int) -> tuple[float, ...]:
     smallest = [float("inf")] * 5
     generator = torch.Generator().manual_seed(0)
     for number in range(batches):
-        indices = torch.randint(len(work.dataset), (work.size,), generator=generator).tolist()
+        indices = torch.randint(
+            len(work.dataset), (work.size,), generator=generator
+        ).tolist()
         plan = BatchPlan(number, tuple(indices), seed=number, positions=range(work.size))
         times = [time.thread_time()]
         expected = work.bare(indices)
         times.append(time.thread_time())
-        engine.send_message(dump_message(tuple(Request(tuple(plan), INHERITED)), plain=True))
+        engine.send_message(
+            dump_message(tuple(Request(tuple(plan), INHERITED)), plain=True)
+        )
         times.append(time.thread_time())
         worker.answer_next()
         times.append(time.thread_time())

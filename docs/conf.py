@@ -10,14 +10,21 @@ from sphinx_gallery.sorting import ExplicitOrder
 from headrace import __version__
 
 ROOT = Path(__file__).parents[1]
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
+    "Repository"
+]
 
 project = author = copyright = "headrace"
 version = release = __version__
 html_title = f"headrace {version}"
 html_theme = "furo"
 html_copy_source = False
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinxcontrib.mermaid",
+]
 extensions += ["sphinx_gallery.gen_gallery"]
 # Names of others in signatures become links.
 if os.environ.get("HEADRACE_DOCS_ONLINE") == "1":
@@ -39,7 +46,8 @@ autodoc_inherit_docstrings = False
 maximum_signature_line_length = 100
 napoleon_use_ivar = True
 napoleon_custom_sections = [
-    (name, "params_style") for name in ("Fetching", "Placement", "Results", "Device", "Ranks")
+    (name, "params_style")
+    for name in ("Fetching", "Placement", "Results", "Device", "Ranks")
 ]
 
 # The examples are run for the site; one that has not changed since the last build is not run again.
@@ -92,7 +100,9 @@ def read(app, page, source):
     """Prepare the text of a page."""
     if page == "index":
         app.env.note_dependency(ROOT / "README.md")
-        source[0] = with_links_of_the_site((ROOT / "README.md").read_text(), ROOT) + source[0]
+        source[0] = (
+            with_links_of_the_site((ROOT / "README.md").read_text(), ROOT) + source[0]
+        )
     else:
         source[0] = with_links_of_the_site(source[0], Path(app.srcdir, page).parent)
     if page == "design/README":

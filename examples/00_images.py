@@ -50,7 +50,8 @@ def drawing(shape, chance):
 chance = random.Random(0)
 shapes = [chance.choice(["disc", "square", "triangle"]) for _ in range(600)]
 bucket = {
-    f"train/{shape}/{number:04d}.jpg": drawing(shape, chance) for number, shape in enumerate(shapes)
+    f"train/{shape}/{number:04d}.jpg": drawing(shape, chance)
+    for number, shape in enumerate(shapes)
 }
 server = ObjectServer(bucket, latency=0.020).start()
 
@@ -62,7 +63,9 @@ server = ObjectServer(bucket, latency=0.020).start()
 # the seed, the epoch and the sample, whatever the number of workers.
 
 photos = hr.ObjectDataset(
-    hr.Store(server.url + "/train", options=server.store_options), suffix=".jpg", labels="folder"
+    hr.Store(server.url + "/train", options=server.store_options),
+    suffix=".jpg",
+    labels="folder",
 )
 decode = hr.decode.image(size=64, dtype=torch.float32)
 

@@ -19,7 +19,9 @@ import torch
 
 import headrace as hr
 
-folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else pathlib.Path(json.__file__).parent
+folder = (
+    pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else pathlib.Path(json.__file__).parent
+)
 files = hr.FileDataset(folder, "**/*.py")
 
 
@@ -34,6 +36,10 @@ def count_words(sample):
 
 with hr.DataLoader(files, batch_size=2, num_workers=2, transform=count_words) as loader:
     for batch in loader:
-        for key, words, longest in zip(batch["key"], batch["words"], batch["longest"], strict=True):
-            print(f"{key:30} {words.item():6} words, the longest has {longest.item()} characters")
+        for key, words, longest in zip(
+            batch["key"], batch["words"], batch["longest"], strict=True
+        ):
+            print(
+                f"{key:30} {words.item():6} words, the longest has {longest.item()} characters"
+            )
 print(f"{len(files)} files")

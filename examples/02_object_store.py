@@ -32,7 +32,9 @@ async def total(loader):
     return sum([float(images.sum()) async for images, _ in loader])
 
 
-objects = {f"train/{number % 10}/{number:05d}.npy": as_object(number) for number in range(500)}
+objects = {
+    f"train/{number % 10}/{number:05d}.npy": as_object(number) for number in range(500)
+}
 with ObjectServer(objects, latency=0.020) as server:
     dataset = hr.ObjectDataset(
         hr.Store(server.url + "/train", options=server.store_options),

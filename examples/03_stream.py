@@ -35,7 +35,8 @@ async def serve(ready, count):
     async def feed(reader, writer):
         for number in range(count):
             writer.write(
-                json.dumps({"sensor": f"s{number % 3}", "value": number / 2}).encode() + b"\n"
+                json.dumps({"sensor": f"s{number % 3}", "value": number / 2}).encode()
+                + b"\n"
             )
         await writer.drain()
         writer.close()

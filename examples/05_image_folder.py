@@ -66,13 +66,23 @@ def draw_shapes(folder, count):
                 chance.choice(["jpg", "png"]),
             )
             width, height = chance.randint(80, 200), chance.randint(80, 200)
-            picture = Image.new("RGB", (width, height), f"hsl({chance.randrange(360)}, 30%, 80%)")
-            middle, radius = (width / 2, height / 2), min(width, height) * chance.uniform(0.2, 0.45)
-            paint, ink = ImageDraw.Draw(picture), f"hsl({chance.randrange(360)}, 80%, 40%)"
+            picture = Image.new(
+                "RGB", (width, height), f"hsl({chance.randrange(360)}, 30%, 80%)"
+            )
+            middle, radius = (
+                (width / 2, height / 2),
+                min(width, height) * chance.uniform(0.2, 0.45),
+            )
+            paint, ink = (
+                ImageDraw.Draw(picture),
+                f"hsl({chance.randrange(360)}, 80%, 40%)",
+            )
             if label == "disc":
                 paint.circle(middle, radius, fill=ink)
             else:
-                paint.regular_polygon((middle, radius), 4 if label == "square" else 3, fill=ink)
+                paint.regular_polygon(
+                    (middle, radius), 4 if label == "square" else 3, fill=ink
+                )
             picture.save(folder / f"{number:04d}.{suffix}")
             rows.writerow([f"{number:04d}.{suffix}", label])
 
@@ -85,10 +95,14 @@ def look_at(folder):
     for number, (images, labels) in enumerate(loader):
         if number < 3:
             names = [pictures.classes[label] for label in labels[:4]]
-            print(f"batch {number}: {tuple(images.shape)} {images.dtype}, {', '.join(names)} …")
+            print(
+                f"batch {number}: {tuple(images.shape)} {images.dtype}, {', '.join(names)} …"
+            )
         seen.update(labels.tolist())
         total += images.mean(dim=(2, 3)).sum(dim=0)
-    assert seen == collections.Counter(pictures.classes.index(label) for _, label in pictures.rows)
+    assert seen == collections.Counter(
+        pictures.classes.index(label) for _, label in pictures.rows
+    )
     print(
         f"{len(pictures)} pictures, each once:",
         {pictures.classes[label]: seen[label] for label in sorted(seen)},

@@ -61,7 +61,9 @@ def main():
         "shuffled": DataLoader(training, batch_size=100, shuffle=True, num_workers=2),
         "weighted": DataLoader(training, batch_size=100, sampler=sampler, num_workers=2),
     }
-    print(f"{len(training)} transactions, {training.labels.float().mean():.0%} of them frauds")
+    print(
+        f"{len(training)} transactions, {training.labels.float().mean():.0%} of them frauds"
+    )
     print("loader     frauds drawn   frauds found   false alarms")
     for name, loader in loaders.items():
         model, share = train(loader)

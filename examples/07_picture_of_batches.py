@@ -38,14 +38,18 @@ class Shapes(Dataset):
     """Shapes drawn on access; normalised float tensors [3, SIDE, SIDE]."""
 
     def __init__(self):
-        self.labels = [label for label, count in enumerate(CLASSES.values()) for _ in range(count)]
+        self.labels = [
+            label for label, count in enumerate(CLASSES.values()) for _ in range(count)
+        ]
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, index):
         random, label = np.random.default_rng(index), self.labels[index]
-        picture = Image.new("RGB", (4 * SIDE, 4 * SIDE), f"hsl({random.integers(360)}, 25%, 85%)")
+        picture = Image.new(
+            "RGB", (4 * SIDE, 4 * SIDE), f"hsl({random.integers(360)}, 25%, 85%)"
+        )
         paint, ink = ImageDraw.Draw(picture), f"hsl({random.integers(360)}, 75%, 40%)"
         x, y, radius, turn = (
             *random.uniform(160, 224, 2),
@@ -62,17 +66,28 @@ class Shapes(Dataset):
                 radius * np.where(np.arange(10) % 2, 0.45, 1.1),
             )
             paint.polygon(
-                [*zip(x + radii * np.cos(angles), y + radii * np.sin(angles), strict=True)],
+                [
+                    *zip(
+                        x + radii * np.cos(angles),
+                        y + radii * np.sin(angles),
+                        strict=True,
+                    )
+                ],
                 fill=ink,
             )
-        pixels = torch.from_numpy(np.array(picture.resize((SIDE, SIDE)))).permute(2, 0, 1) / 255
+        pixels = (
+            torch.from_numpy(np.array(picture.resize((SIDE, SIDE)))).permute(2, 0, 1)
+            / 255
+        )
         return (pixels - MEAN) / DEVIATION, label
 
 
 def draw_samples(figure, images, labels):
     """A grid of the first samples of a batch, with the normalisation undone."""
     figure.suptitle("25 samples of a weighted batch, drawn with replacement", fontsize=13)
-    for axes, image, label in zip(figure.subplots(5, 5).flat, images, labels, strict=False):
+    for axes, image, label in zip(
+        figure.subplots(5, 5).flat, images, labels, strict=False
+    ):
         pixels = (image * DEVIATION + MEAN).clamp(0, 1)  # undoes the normalisation
         axes.imshow(pixels.permute(1, 2, 0))
         axes.set_title([*CLASSES][label], fontsize=9, color=COLOURS[label], pad=3)
@@ -93,8 +108,12 @@ def draw_histogram(axes, counts, title):
             label=f"{name} {share:.0%}",
         )
         below = below + counts[:, label]
-    print(f"{title}. The first batch: {dict(zip(CLASSES, counts[0].tolist(), strict=True))}")
-    axes.set(title=title, xlabel="batch", ylabel="samples", xticks=batches, ylim=(0, BATCH))
+    print(
+        f"{title}. The first batch: {dict(zip(CLASSES, counts[0].tolist(), strict=True))}"
+    )
+    axes.set(
+        title=title, xlabel="batch", ylabel="samples", xticks=batches, ylim=(0, BATCH)
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
         loc="upper left",
@@ -116,7 +135,9 @@ def main(target):
     left, right = picture.subfigures(1, 2, width_ratios=[1, 1.2], wspace=0.03)
     upper, lower = right.subplots(2, 1)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in shuffled]
-    draw_histogram(upper, torch.stack(counts), "Shuffled: every batch is as imbalanced as the data")
+    draw_histogram(
+        upper, torch.stack(counts), "Shuffled: every batch is as imbalanced as the data"
+    )
     batches = list(weighted)
     counts = [labels.bincount(minlength=len(CLASSES)) for _, labels in batches]
     draw_histogram(
@@ -129,4 +150,8 @@ def main(target):
 
 if __name__ == "__main__":
     named = sys.argv[1:]
-    main(pathlib.Path(named[0] if named else pathlib.Path(tempfile.gettempdir()) / "batches.png"))
+    main(
+        pathlib.Path(
+            named[0] if named else pathlib.Path(tempfile.gettempdir()) / "batches.png"
+        )
+    )

@@ -64,7 +64,11 @@ class Reviews(Dataset):
 def padded(reviews):
     tokens, labels = zip(*reviews, strict=True)
     lengths = torch.tensor([len(each) for each in tokens])
-    return pad_sequence(tokens, batch_first=True, padding_value=PAD), lengths, torch.tensor(labels)
+    return (
+        pad_sequence(tokens, batch_first=True, padding_value=PAD),
+        lengths,
+        torch.tensor(labels),
+    )
 
 
 class Reader(torch.nn.Module):
@@ -87,9 +91,15 @@ class Reader(torch.nn.Module):
 def main():
     torch.manual_seed(0)
     training = DataLoader(
-        Reviews(2000, seed=1), batch_size=50, shuffle=True, num_workers=2, collate_fn=padded
+        Reviews(2000, seed=1),
+        batch_size=50,
+        shuffle=True,
+        num_workers=2,
+        collate_fn=padded,
     )
-    unseen = DataLoader(Reviews(500, seed=2), batch_size=50, num_workers=2, collate_fn=padded)
+    unseen = DataLoader(
+        Reviews(500, seed=2), batch_size=50, num_workers=2, collate_fn=padded
+    )
     tokens, lengths, labels = next(iter(unseen))
     print(
         f"a batch: tokens {[*tokens.shape]}, lengths {[*lengths.shape]}, labels {[*labels.shape]}; three of its rows:"
@@ -111,7 +121,9 @@ def main():
                 (model(tokens, lengths).argmax(dim=1) == labels).sum().item()
                 for tokens, lengths, labels in unseen
             )
-        print(f"epoch {epoch}: {right / len(unseen.dataset):.0%} of unseen reviews understood")
+        print(
+            f"epoch {epoch}: {right / len(unseen.dataset):.0%} of unseen reviews understood"
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ class Recordings(Dataset):
 
     def __getitem__(self, index):
         with wave.open(str(self.files[index])) as recording:
-            pressure = np.frombuffer(recording.readframes(-1), dtype="<i2") / np.float32(1 << 15)
+            pressure = np.frombuffer(recording.readframes(-1), dtype="<i2") / np.float32(
+                1 << 15
+            )
         waves = torch.stft(
             torch.from_numpy(pressure),
             WINDOW,
@@ -45,7 +47,9 @@ class Recordings(Dataset):
             window=torch.hann_window(WINDOW),
             return_complex=True,
         )
-        spectrogram = (waves.abs() ** 2 / WINDOW).clamp_min(np.exp(SILENCE)).log().T.contiguous()
+        spectrogram = (
+            (waves.abs() ** 2 / WINDOW).clamp_min(np.exp(SILENCE)).log().T.contiguous()
+        )
         return spectrogram, int("rising" in self.files[index].name)
 
 
@@ -55,7 +59,9 @@ def record(folder, count):
     for number in range(count):
         rising, seconds = chance.random() < 0.5, chance.uniform(0.2, 1.5)
         low, high = chance.uniform(300, 900), chance.uniform(1500, 3000)  # Hz
-        pitch = np.linspace(*((low, high) if rising else (high, low)), int(RATE * seconds))
+        pitch = np.linspace(
+            *((low, high) if rising else (high, low)), int(RATE * seconds)
+        )
         pressure = 0.3 * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
         with wave.open(
             str(folder / f"{number:03d}-{'rising' if rising else 'falling'}.wav"), "wb"
@@ -107,7 +113,9 @@ def draw(spectrograms, lengths, labels):
 
 def main(folder):
     record(folder, 200)
-    loader = DataLoader(Recordings(folder), batch_size=50, num_workers=2, collate_fn=padded)
+    loader = DataLoader(
+        Recordings(folder), batch_size=50, num_workers=2, collate_fn=padded
+    )
     right = 0
     for number, (spectrograms, lengths, labels) in enumerate(loader):
         seconds = lengths * HOP / RATE
@@ -118,7 +126,9 @@ def main(folder):
         assert (spectrograms[padding_mask] == SILENCE).all()
         right += (rises(spectrograms, lengths) == labels).sum().item()
     draw(spectrograms, lengths, labels)
-    print(f"{right} of {len(loader.dataset)} whistles classified correctly as rising or falling")
+    print(
+        f"{right} of {len(loader.dataset)} whistles classified correctly as rising or falling"
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ class Sentences(Dataset):
 
     def __init__(self, count):
         chance = random.Random(0)
-        self.lengths = [1 + min(199, int(chance.lognormvariate(3, 0.8))) for _ in range(count)]
+        self.lengths = [
+            1 + min(199, int(chance.lognormvariate(3, 0.8))) for _ in range(count)
+        ]
 
     def __len__(self):
         return len(self.lengths)
@@ -90,10 +92,12 @@ def main():
         f"{len(sentences)} sentences of 1 to {max(sentences.lengths)} tokens, {sum(sentences.lengths):,} in all"
     )
     plain = show(
-        "shuffled", DataLoader(sentences, BATCH, shuffle=True, num_workers=2, collate_fn=padded)
+        "shuffled",
+        DataLoader(sentences, BATCH, shuffle=True, num_workers=2, collate_fn=padded),
     )
     like = show(
-        "bucketed", DataLoader(sentences, batch_sampler=buckets, num_workers=2, collate_fn=padded)
+        "bucketed",
+        DataLoader(sentences, batch_sampler=buckets, num_workers=2, collate_fn=padded),
     )
     print(f"the model reads {plain / like:.1f} times less")
 

@@ -58,7 +58,10 @@ def write_logs(folder, files):
                 status = chance.choices([200, 304, 404, 500], [90, 5, 4, 1])[0]
                 log.write(
                     json.dumps(
-                        {"status": status, "milliseconds": round(chance.expovariate(0.05), 1)}
+                        {
+                            "status": status,
+                            "milliseconds": round(chance.expovariate(0.05), 1),
+                        }
                     )
                     + "\n"
                 )
@@ -67,23 +70,34 @@ def write_logs(folder, files):
 
 def main(folder):
     written = write_logs(folder, files=7)
-    statuses, seen, share = collections.Counter(), collections.Counter(), collections.Counter()
+    statuses, seen, share = (
+        collections.Counter(),
+        collections.Counter(),
+        collections.Counter(),
+    )
     slowest = 0.0
     for batch in DataLoader(LogLines(folder), batch_size=256, num_workers=2):
         statuses.update(batch["status"].tolist())
         seen.update(batch["line"])
         share.update(batch["worker"].tolist())
         slowest = max(slowest, batch["milliseconds"].max().item())
-    print("statuses:", ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
+    print(
+        "statuses:",
+        ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
+    )
     print(f"the slowest request took {slowest} ms")
     print("lines from each worker:", dict(sorted(share.items())))
     assert len(seen) == written
     assert set(seen.values()) == {1}
     print(f"{written} lines written, {len(seen)} different lines read, each once")
     unsplit = collections.Counter(
-        line for batch in DataLoader(Unsplit(folder), 256, num_workers=2) for line in batch
+        line
+        for batch in DataLoader(Unsplit(folder), 256, num_workers=2)
+        for line in batch
     )
-    print(f"without the split: {unsplit.total()} lines, each {max(unsplit.values())} times")
+    print(
+        f"without the split: {unsplit.total()} lines, each {max(unsplit.values())} times"
+    )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ def train():
     assert models[0] == models[1]
     if dist.get_rank() == 0:
         (((slope,),), (offset,)) = models[0]
-        print(f"both ranks end with y = {slope:.2f} x {offset:+.2f}, identical to the last bit")
+        print(
+            f"both ranks end with y = {slope:.2f} x {offset:+.2f}, identical to the last bit"
+        )
 
 
 if __name__ == "__main__":

@@ -80,11 +80,15 @@ def ink_by_class(dataset):
             sums.index_add_(0, labels, (1 - pixels).mean(dim=(1, 2, 3)))
             counts.index_add_(0, labels, torch.ones(len(labels)))
     return {
-        name: round(share, 4) for name, share in zip(SPECIES, (sums / counts).tolist(), strict=True)
+        name: round(share, 4)
+        for name, share in zip(SPECIES, (sums / counts).tolist(), strict=True)
     }
 
 
-with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirectory() as folder:
+with (
+    ObjectServer(bucket(300), latency=0.020) as server,
+    tempfile.TemporaryDirectory() as folder,
+):
     images = hr.Store(server.url + "/images", options=server.store_options)
     bucket_store = obstore.store.from_url(server.url, **server.store_options)
     table = pandas.read_csv(io.BytesIO(obstore.get(bucket_store, "train.csv").bytes()))
@@ -97,4 +101,6 @@ with ObjectServer(bucket(300), latency=0.020) as server, tempfile.TemporaryDirec
     file = pathlib.Path(folder, "images.pickle")
     file.write_bytes(pickle.dumps(hr.ObjectDataset(images, suffix=".png")))
     listed = pickle.loads(file.read_bytes())
-    print(f"{len(listed)} objects, listed {server.requests()['LIST']} time for two starts")
+    print(
+        f"{len(listed)} objects, listed {server.requests()['LIST']} time for two starts"
+    )

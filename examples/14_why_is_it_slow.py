@@ -70,7 +70,9 @@ print(
 def draw(panel, name):
     """Draw a trace; gives the number of fetches that were in flight at once."""
     events = json.loads(pathlib.Path(folder.name, name).read_text())["traceEvents"]
-    events = [event for event in events if event["name"] in ("single fetch", "next()", "step")]
+    events = [
+        event for event in events if event["name"] in ("single fetch", "next()", "step")
+    ]
     began = min(event["ts"] for event in events)
     begun, fetches, calls = {}, [], []
     for event in events:  # the end of each slice comes after its begin
@@ -81,13 +83,21 @@ def draw(panel, name):
         elif event["name"] == "single fetch":
             fetches.append((*begun[key], at))
         else:
-            calls.append((begun[key][0], at, "#4c9f70" if event["name"] == "step" else "#c44e52"))
+            calls.append(
+                (begun[key][0], at, "#4c9f70" if event["name"] == "step" else "#c44e52")
+            )
     rows = []  # the end of the last fetch in each
     for begin, batch, end in sorted(fetches):
         row = next((row for row, free in enumerate(rows) if free <= begin), len(rows))
         rows[row : row + 1] = [end]
         panel.barh(
-            row, end - begin, 0.9, begin, color=f"C{batch % 10}", edgecolor="white", linewidth=0.3
+            row,
+            end - begin,
+            0.9,
+            begin,
+            color=f"C{batch % 10}",
+            edgecolor="white",
+            linewidth=0.3,
         )
     for begin, end, colour in calls:
         panel.barh(-len(rows) / 6, end - begin, len(rows) / 9, begin, color=colour)
@@ -98,10 +108,14 @@ def draw(panel, name):
 figure, panels = plt.subplots(
     2, 1, figsize=(10, 6), sharex=True, height_ratios=[1, 2], layout="constrained"
 )
-for panel, name, found in zip(panels, ("before.json", "after.json"), (report, after), strict=True):
+for panel, name, found in zip(
+    panels, ("before.json", "after.json"), (report, after), strict=True
+):
     count = draw(panel, name)
     panel.set(
-        title=f"{count} fetches in flight, {found.wait_share:.0%} waiting", xlim=(0, 600), yticks=[]
+        title=f"{count} fetches in flight, {found.wait_share:.0%} waiting",
+        xlim=(0, 600),
+        yticks=[],
     )
 panels[1].set_xlabel(
     "milliseconds. Below the fetches: waiting in next() (red), training step (green)"

@@ -88,7 +88,9 @@ def readings(server, sensor):
 
 with postgres() as server:
     asyncio.run(fill(server))
-    both = hr.mix([readings(server, "s1"), readings(server, "s3")], weights=[2, 1], seed=7)
+    both = hr.mix(
+        [readings(server, "s1"), readings(server, "s3")], weights=[2, 1], seed=7
+    )
     with hr.DataLoader(both.take(200), batch_size=50) as loader:
         for batch in loader:
             shares = [(batch["id"] % 4 == number).sum().item() for number in (1, 3)]

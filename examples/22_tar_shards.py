@@ -52,14 +52,19 @@ with tempfile.TemporaryDirectory() as name:
         write_shard(folder / f"{shard:04d}.tar", first=100 * shard, count=size)
 
     def read(name, dataset):
-        with hr.DataLoader(dataset, batch_size=16, num_workers=1, transform=decode) as loader:
+        with hr.DataLoader(
+            dataset, batch_size=16, num_workers=1, transform=decode
+        ) as loader:
             for epoch in range(2):
                 batches = [batch["cls"] for batch in loader]
                 print(
                     f"{name}, epoch {epoch}: {len(batches)} batches, first labels {batches[0][:6].tolist()}"
                 )
 
-    read("stream", hr.TarDataset(folder / "{0000..0003}.tar", shuffle=True, buffer_size=20, seed=7))
+    read(
+        "stream",
+        hr.TarDataset(folder / "{0000..0003}.tar", shuffle=True, buffer_size=20, seed=7),
+    )
 
     # The shards differ in size, and the ranks get equal numbers of samples: an index divides
     # samples, not shards.
@@ -69,4 +74,6 @@ with tempfile.TemporaryDirectory() as name:
         2
         # In training, each rank is a process, and gives the loader `indexed` with shuffle=True.
     ):
-        read(f"rank {rank}", indexed.stream(shuffle=True, seed=7, rank=rank, world_size=2))
+        read(
+            f"rank {rank}", indexed.stream(shuffle=True, seed=7, rank=rank, world_size=2)
+        )

@@ -62,7 +62,9 @@ for rank in range(2):
     )
     with hr.DataLoader(rows, batch_size=20, sampler=sampler) as loader:
         batches = list(loader)
-    print(f"rank {rank}: {len(batches)} batches, the first ids {batches[0]['id'][:5].tolist()}")
+    print(
+        f"rank {rank}: {len(batches)} batches, the first ids {batches[0]['id'][:5].tolist()}"
+    )
     seen.update(number for batch in batches for number in batch["id"].tolist())
 print(f"{len(seen)} different rows")
 assert len(seen) == 400
@@ -83,7 +85,9 @@ torch.manual_seed(0)
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 tables = hr.ParquetDataset(folder.name, columns=["features", "label"], format="arrow")
-with hr.DataLoader(tables, batch_size=25, shuffle=True, seed=0, collate_fn=tensors) as loader:
+with hr.DataLoader(
+    tables, batch_size=25, shuffle=True, seed=0, collate_fn=tensors
+) as loader:
     for epoch in range(5):
         right = count = 0
         for features, labels in loader:

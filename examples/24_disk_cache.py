@@ -38,11 +38,15 @@ def epoch(loader):
 
 
 contents = {
-    f"train/{number % 10}/{number:05d}.npy": as_object(number % 256) for number in range(500)
+    f"train/{number % 10}/{number:05d}.npy": as_object(number % 256)
+    for number in range(500)
 }
 expected = sum(number % 256 for number in range(500)) * 3 * 32 * 32
 
-with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.020) as server:
+with (
+    tempfile.TemporaryDirectory() as folder,
+    ObjectServer(contents, latency=0.020) as server,
+):
 
     def loader():
         photos = hr.ObjectDataset(
@@ -52,7 +56,9 @@ with tempfile.TemporaryDirectory() as folder, ObjectServer(contents, latency=0.0
         )
         # The cache stores the object's bytes; map comes after it and runs in every epoch.
         cached = photos.cache(pathlib.Path(folder) / "cache", max_bytes=64 * 2**20)
-        return hr.DataLoader(cached.map(decode), batch_size=50, shuffle=True, concurrency=32)
+        return hr.DataLoader(
+            cached.map(decode), batch_size=50, shuffle=True, concurrency=32
+        )
 
     with loader() as first:
         for name in ("first epoch", "second epoch"):

@@ -26,7 +26,9 @@ CONTEXT = 128
 with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     for shard in range(4):
-        tokens = np.random.default_rng(shard).integers(0, 50_000, size=500_000, dtype=np.uint16)
+        tokens = np.random.default_rng(shard).integers(
+            0, 50_000, size=500_000, dtype=np.uint16
+        )
         tokens.tofile(folder / f"{shard:04d}.bin")
 
     windows = hr.TokenDataset(folder / "*.bin", seq_len=CONTEXT + 1, stride=CONTEXT)

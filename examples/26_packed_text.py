@@ -26,8 +26,13 @@ ROW = 96  # tokens
 
 folder = tempfile.TemporaryDirectory()
 for shard in range(4):
-    sums = [[(number * each + shard) % 50 for each in range(number % 9)] for number in range(300)]
-    texts = [" ".join(f"{a} plus {a % 7} is {a + a % 7}." for a in terms) for terms in sums]
+    sums = [
+        [(number * each + shard) % 50 for each in range(number % 9)]
+        for number in range(300)
+    ]
+    texts = [
+        " ".join(f"{a} plus {a % 7} is {a + a % 7}." for a in terms) for terms in sums
+    ]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     pathlib.Path(folder.name, f"{shard}.jsonl").write_text(lines)
 
@@ -48,7 +53,9 @@ def tokenise(line):  # a byte is a token here; yours calls a tokenizer
 
 
 def make_loader():
-    lines = hr.LinesDataset(f"{folder.name}/*.jsonl", shuffle=True, buffer_size=200, seed=0)
+    lines = hr.LinesDataset(
+        f"{folder.name}/*.jsonl", shuffle=True, buffer_size=200, seed=0
+    )
     rows = lines.filter(long_enough).map(tokenise).pack(ROW, labels="next")
     return hr.DataLoader(rows, batch_size=16, num_workers=2, drop_last=True, seed=0)
 
@@ -88,7 +95,9 @@ def train(loader, model, optimizer):
     for batch in loader:
         scores = model(batch["tokens"])
         # the next tokens
-        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            scores.flatten(0, 1), batch["labels"].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -107,7 +116,9 @@ with loader:
     for loss in train(*parts):
         losses.append(loss)
         if len(losses) == 30:
-            torch.save([part.state_dict() for part in parts], f"{folder.name}/checkpoint.pt")
+            torch.save(
+                [part.state_dict() for part in parts], f"{folder.name}/checkpoint.pt"
+            )
 print(f"{len(losses)} steps, loss {losses[0]:.2f} to {losses[-1]:.2f}")
 
 # %%
@@ -127,7 +138,9 @@ print(
 
 figure, panel = plt.subplots(figsize=(7, 3.5), layout="constrained")
 panel.plot(range(1, len(losses) + 1), losses, label="whole run", lw=4, color="#b8c9dc")
-panel.plot(range(31, 31 + len(resumed)), resumed, label="resumed after step 30", color="#c44e52")
+panel.plot(
+    range(31, 31 + len(resumed)), resumed, label="resumed after step 30", color="#c44e52"
+)
 panel.set(xlabel="step", ylabel="loss")
 panel.legend(frameon=False)
 plt.show()

@@ -43,7 +43,11 @@ def write_samples(folder):
 def decode(sample):
     """Number, input and target, with random noise on the input."""
     point = torch.frombuffer(bytearray(sample.data), dtype=torch.float32)
-    return int(pathlib.Path(sample.key).stem), point[:4] + 0.01 * torch.randn(4), point[4:]
+    return (
+        int(pathlib.Path(sample.key).stem),
+        point[:4] + 0.01 * torch.randn(4),
+        point[4:],
+    )
 
 
 def save(path, state):
@@ -97,7 +101,9 @@ def child(folder, checkpoint):
 def train_and_kill(folder, checkpoint, number, at):
     """Train in a child process, and send it a signal when it has done `at` steps; gives its first and last step."""
     with subprocess.Popen(
-        [sys.executable, sys.argv[0], folder, checkpoint], stdout=subprocess.PIPE, text=True
+        [sys.executable, sys.argv[0], folder, checkpoint],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         first = int(next(process.stdout))
         for line in process.stdout:
@@ -127,7 +133,10 @@ def draw(losses, ranges):
 
 def main():
     with tempfile.TemporaryDirectory() as name:
-        folder, checkpoint = pathlib.Path(name, "samples"), pathlib.Path(name, "killed.pt")
+        folder, checkpoint = (
+            pathlib.Path(name, "samples"),
+            pathlib.Path(name, "killed.pt"),
+        )
         write_samples(folder)
         killed = train_and_kill(folder, checkpoint, signal.SIGKILL, at=27)
         terminated = train_and_kill(folder, checkpoint, signal.SIGTERM, at=83)

@@ -71,9 +71,9 @@ def train(url):
                 engines.update(processes.tolist())
                 steps += 1
             parts = gathered((mine, steps, len(engines)))
-            assert sorted(number for numbers, _, _ in parts for number in numbers) == list(
-                range(len(dataset))
-            )
+            assert sorted(
+                number for numbers, _, _ in parts for number in numbers
+            ) == list(range(len(dataset)))
             assert len({steps for _, steps, _ in parts}) == 1
             if rank == 0:
                 for each, (numbers, steps, used) in enumerate(parts):

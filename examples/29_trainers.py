@@ -118,6 +118,8 @@ def with_lightning():
 # One rank: all three end with the same loss, to the last bit.
 
 if __name__ == "__main__":
-    losses = {loop.__name__: loop() for loop in (own_loop, with_accelerate, with_lightning)}
+    losses = {
+        loop.__name__: loop() for loop in (own_loop, with_accelerate, with_lightning)
+    }
     print(losses)
     assert len(set(losses.values())) == 1

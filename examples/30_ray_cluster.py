@@ -51,7 +51,13 @@ def loader(**options):
     # Few enough batches are made ahead that the lost node would have made some of those that are
     # left.
     return hr.DataLoader(
-        Pictures(), BATCH, shuffle=True, seed=0, transform=decoded, concurrency=64, **options
+        Pictures(),
+        BATCH,
+        shuffle=True,
+        seed=0,
+        transform=decoded,
+        concurrency=64,
+        **options,
     )
 
 
@@ -91,7 +97,9 @@ def compare(remove_node):
             warnings.simplefilter("always")
             found = read(there, lose_node)
         print(f"two engines, one node is lost:     {found}")
-        print(f"  {str(lost[0].message).partition(':')[0]}: its batches were made by the other")
+        print(
+            f"  {str(lost[0].message).partition(':')[0]}: its batches were made by the other"
+        )
         assert found == expected
 
 

@@ -23,7 +23,9 @@ class Request(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    def send(
+        self, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
         """Answer with a body and its length; to a HEAD without the body."""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -44,13 +46,18 @@ class Request(BaseHTTPRequestHandler):
             start, stop = int(first), min(int(last) + 1, len(data))
         else:
             start, stop = max(0, len(data) - int(last)), len(data)
-        sent = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}", **(headers or {})}
+        sent = {
+            "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}",
+            **(headers or {}),
+        }
         self.send(206, data[start:stop], sent)
 
 
 @contextlib.contextmanager
 def answering(
-    answer: Callable[[Request], object], tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+    answer: Callable[[Request], object],
+    tls: ssl.SSLContext | None = None,
+    host: str = "127.0.0.1",
 ) -> Iterator[str]:
     """The URL of a server that answers each request by `answer`, in a thread for each connection."""
     family = socket.AF_INET6 if "[" in host else socket.AF_INET

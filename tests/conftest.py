@@ -55,7 +55,8 @@ def pytest_configure(config):
     # Indices of shards are kept there; not in the folder of the user who runs the tests.
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="headrace-tests-")
     config.addinivalue_line(
-        "markers", "counts: the test counts requests, and so has a server to itself; see servers.py"
+        "markers",
+        "counts: the test counts requests, and so has a server to itself; see servers.py",
     )
 
 
@@ -75,7 +76,9 @@ def pytest_sessionfinish():
         "HEADRACE_DURATIONS"
     ):  # `make test` prints the slowest of all its parts
         with open(path, "a", encoding="utf-8") as file:
-            file.writelines(f"{seconds:7.2f} s  {name}\n" for name, seconds in _seconds.items())
+            file.writelines(
+                f"{seconds:7.2f} s  {name}\n" for name, seconds in _seconds.items()
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +92,18 @@ def _timeout():
 @pytest.fixture(scope="session")
 def forks():
     """The interpreter from which programs of tests are forked; an optimizer and a checkpoint import for two seconds."""
-    with Forks(FORK_SERVER_IMPORTS="torch._dynamo torch.distributed.checkpoint") as parent:
+    with Forks(
+        FORK_SERVER_IMPORTS="torch._dynamo torch.distributed.checkpoint"
+    ) as parent:
         yield parent
 
 
 @pytest.fixture(scope="module")
 def run():
     """Run a program of a document; it must end well, and print no warning about what it left open."""
-    with Forks("-X", "dev", OMP_NUM_THREADS="1", FORK_SERVER_IMPORTS="torch._dynamo") as forks:
+    with Forks(
+        "-X", "dev", OMP_NUM_THREADS="1", FORK_SERVER_IMPORTS="torch._dynamo"
+    ) as forks:
 
         def run(program, status=0):
             done = forks.run_source(program)
@@ -140,7 +147,9 @@ def _on_trio(function):
     return trio.run(_bounded(function))
 
 
-@pytest.fixture(params=[_on_asyncio, _on_uvloop, _on_trio], ids=["asyncio", "uvloop", "trio"])
+@pytest.fixture(
+    params=[_on_asyncio, _on_uvloop, _on_trio], ids=["asyncio", "uvloop", "trio"]
+)
 def consumer_loop(request):
     """Each event loop that a loader's user may run: ``consumer_loop(async_function)`` gives what it returns."""
     return request.param

@@ -5,7 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
 ]
 
 

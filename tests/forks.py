@@ -117,7 +117,13 @@ class Forks:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *options, "-m", "tests.fork_server", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    *options,
+                    "-m",
+                    "tests.fork_server",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment},
@@ -143,7 +149,9 @@ class Forks:
         read, write = os.pipe()
         try:
             return Program(
-                self._request(program, [write, stderr.fileno()], environment), open(read), stderr
+                self._request(program, [write, stderr.fileno()], environment),
+                open(read),
+                stderr,
             )
         finally:
             os.close(write)
@@ -173,14 +181,19 @@ class Forks:
         return self.run(functools.partial(run_file, path))
 
     def _request(
-        self, program: Callable[..., object], descriptors: list[int], environment: dict[str, str]
+        self,
+        program: Callable[..., object],
+        descriptors: list[int],
+        environment: dict[str, str],
     ) -> socket.socket:
         assert len(descriptors) + 2 <= MOST_DESCRIPTORS
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as file:
             file.write(pickle.dumps(environment) + cloudpickle.dumps(program))
             file.seek(0)
-            socket.send_fds(self._control, [b"\n"], [theirs.fileno(), file.fileno(), *descriptors])
+            socket.send_fds(
+                self._control, [b"\n"], [theirs.fileno(), file.fileno(), *descriptors]
+            )
         return ours
 
     def __enter__(self) -> Forks:

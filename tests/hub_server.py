@@ -55,7 +55,9 @@ class Hub:
         ][1:7]
         name, revision, key = "/".join(name), unquote(revision), unquote(key)
         commit = (
-            revision if isinstance(self.commits.get(revision), dict) else self.commits.get(revision)
+            revision
+            if isinstance(self.commits.get(revision), dict)
+            else self.commits.get(revision)
         )
         files = self.commits.get(commit, {})
         if name != "org/name" or token != (self.private_token or token):
@@ -89,7 +91,9 @@ class Hub:
         start = int(query.get("cursor", "0")[0])
         listing = self.urls[0] + request.path.partition("&cursor")[0]
         following = f"{listing}&cursor={start + PAGE}"
-        headers = {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
+        headers = (
+            {"Link": f'<{following}>; rel="next"'} if start + PAGE < len(entries) else {}
+        )
         request.send(200, json.dumps(entries[start : start + PAGE]).encode(), headers)
 
 

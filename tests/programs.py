@@ -11,12 +11,16 @@ GIVEN = {
 }  # parameters that the fixture itself gives to its programs, by position
 
 
-def run_by(fixture: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def run_by(
+    fixture: str, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorate a test that `fixture` runs, with these options of it; the test's own fixtures travel with it."""
 
     def decorate(program: Callable[..., Any]) -> Callable[..., None]:
         own = [
-            one for one in inspect.signature(program).parameters.values() if one.name not in GIVEN
+            one
+            for one in inspect.signature(program).parameters.values()
+            if one.name not in GIVEN
         ]
 
         @functools.wraps(program)

@@ -15,7 +15,9 @@ class Rendezvous:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         self.variables = {
             "MASTER_ADDR": self._store.host,
             "MASTER_PORT": str(self._store.port),

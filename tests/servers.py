@@ -14,7 +14,9 @@ from object_server import Fault, ObjectServer
 
 def store_of(server: ObjectServer, folder: str = "", **options: Any) -> Store:
     """A folder of a server's bucket, or all of it, as a store."""
-    return Store(f"{server.url}/{folder}".rstrip("/"), options=server.store_options, **options)
+    return Store(
+        f"{server.url}/{folder}".rstrip("/"), options=server.store_options, **options
+    )
 
 
 class WatchedServer(ObjectServer):

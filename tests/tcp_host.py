@@ -41,7 +41,9 @@ class TcpPlacement(RemotePlacement):
         return "see its standard error"
 
     def hosts(self, setup, engines):
-        self.started.extend(TcpHost(setup, engine, self.address) for engine in range(engines))
+        self.started.extend(
+            TcpHost(setup, engine, self.address) for engine in range(engines)
+        )
         return self.started[-engines:]
 
 
@@ -55,7 +57,9 @@ class TcpHost(EngineHost):
         key = secrets.token_bytes(8)
         with Listener(("127.0.0.1", 0), authkey=key) as listener:
             port = str(listener.address[1])
-            self.process = subprocess.Popen([sys.executable, "-m", __name__, port, key.hex()])
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, port, key.hex()]
+            )
             self._calls = listener.accept()
         self._calls.send_bytes(self._arguments)
 

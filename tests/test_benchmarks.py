@@ -48,7 +48,9 @@ def test_quick_benchmarks_run_and_claim_nothing(tmp_path):
         "--only",
         *IN_CI,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.iterdir()
     results = json.loads(file.read_text())
@@ -75,7 +77,9 @@ def test_every_benchmark_has_a_quick_mode(module):
     assert {file.stem for file in run} >= {"fetch_rate", "gpu_copy", *IN_CI}
     assert {file.name for file in run} >= set(module("run_all").SHORTER)
     assert not [
-        file.name for file in run if not re.search(r"= parse_arguments\(", file.read_text())
+        file.name
+        for file in run
+        if not re.search(r"= parse_arguments\(", file.read_text())
     ]
 
 
@@ -89,10 +93,14 @@ def folder(tmp_path, monkeypatch, module):
     return folder
 
 
-def test_failing_benchmark_is_reported_and_the_others_run(folder, tmp_path, module, capfd):
+def test_failing_benchmark_is_reported_and_the_others_run(
+    folder, tmp_path, module, capfd
+):
     (folder / "a_fails.py").write_text("raise RuntimeError('wrong bytes')")
     (folder / "b_runs.py").write_text(BENCHMARK)
-    (folder / "c_ends.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    (folder / "c_ends.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    )
     (folder / "gpu_d.py").write_text("")
     with pytest.raises(SystemExit, match=r"these failed: a_fails\.py, c_ends\.py"):
         module("run_all").main(["--results", str(tmp_path)])
@@ -104,7 +112,8 @@ def test_failing_benchmark_is_reported_and_the_others_run(folder, tmp_path, modu
     (file,) = tmp_path.glob("*.json")
     results = json.loads(file.read_text())
     assert {
-        name: (ended["status"], ended["reason"]) for name, ended in results["benchmarks"].items()
+        name: (ended["status"], ended["reason"])
+        for name, ended in results["benchmarks"].items()
     } == {
         "a_fails.py": ("failed", "exit status 1"),
         "b_runs.py": ("ran", ""),
@@ -114,7 +123,11 @@ def test_failing_benchmark_is_reported_and_the_others_run(folder, tmp_path, modu
     table, claimed = results["records"]
     assert table["values"] == {"ours": [2.0, 3.0, 4.0], "limit": [4.0] * 3}
     share, rate = claimed["figures"]
-    assert (share["values"], share["at_least"], share["met"]) == ([0.5, 0.75, 1.0], 0.5, True)
+    assert (share["values"], share["at_least"], share["met"]) == (
+        [0.5, 0.75, 1.0],
+        0.5,
+        True,
+    )
     assert (rate["value"], rate["met"], claimed["met"]) == (3.0, False, False)
     assert {"commit", "changed", "machine"} <= set(results)
     assert {"cpu", "cores", "memory_bytes", "kernel", "python", "versions"} <= set(
@@ -134,7 +147,9 @@ def test_benchmark_that_hangs_is_ended_with_its_processes(folder, tmp_path, modu
         "os.write(writer, b'started')\n"
         "threading.Event().wait()\n"
     )
-    ended = module("run_all").run(folder / "hangs.py", tmp_path / "records", [], limit=5.0)
+    ended = module("run_all").run(
+        folder / "hangs.py", tmp_path / "records", [], limit=5.0
+    )
     assert (ended["status"], ended["reason"]) == ("failed", "took more than 5 s")
     os.set_blocking(reader, True)
     assert os.read(reader, 100) == b"started"

@@ -84,7 +84,17 @@ def test_checkpoint_lines_of_the_readme_continue_with_the_next_batch(run, tmp_pa
         "print([batch.tolist() for batch in batches])\n",
     )
     printed = "".join(
-        run(setup + make + begin + saved + rest + make + restored + "batches = loader\n" + rest)
+        run(
+            setup
+            + make
+            + begin
+            + saved
+            + rest
+            + make
+            + restored
+            + "batches = loader\n"
+            + rest
+        )
     )
     uninterrupted, resumed = json.loads(printed.replace("]][[", "]],[[").join("[]"))
     assert resumed == uninterrupted
@@ -97,9 +107,9 @@ def test_program_for_tools_that_write_code_runs(run):
 
 
 def test_every_page_is_on_the_site_and_in_the_list_for_language_models():
-    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - {
-        "docs/index.md"
-    }
+    pages = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")
+    } - {"docs/index.md"}
     assert pages | {"README.md", "AGENTS.md", "docs/design/README.md", "examples"} == set(
         links_of(text_of("llms.txt"))
     )
@@ -126,7 +136,9 @@ def test_metadata_for_citations_agrees_with_the_package():
 
 
 def test_reference_has_every_public_name():
-    reference = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    reference = "".join(
+        path.read_text() for path in (ROOT / "docs/reference").glob("*.md")
+    )
     named = set(re.findall(r"^\.\. auto\w+:: headrace\.([\w.]+)$", reference, re.M))
     errors = {"HeadraceError", "StateError", "StoreError"}  # of headrace.errors
     assert set(headrace.__all__) - errors - {"__version__"} <= named
@@ -145,7 +157,9 @@ def test_programs_with_a_client_read_each_sample(run, program, sums):
         return web.Response(body=bytes(int(request.match_info["index"])))
 
     with served("/{index}", photo) as port:
-        printed = run(located(program, "http://localhost:8080", f"http://127.0.0.1:{port}"))
+        printed = run(
+            located(program, "http://localhost:8080", f"http://127.0.0.1:{port}")
+        )
     assert printed == sums
 
 
@@ -156,7 +170,9 @@ def test_program_of_a_stream_with_a_state_continues_after_a_restart(run):
         )
 
     with served("/{page}", page) as port:
-        printed = run(located(EVENTS, "http://localhost:8080", f"http://127.0.0.1:{port}"))
+        printed = run(
+            located(EVENTS, "http://localhost:8080", f"http://127.0.0.1:{port}")
+        )
     assert " ".join(printed) == "17 batches, and 18 in the next epoch"
 
 
@@ -169,7 +185,9 @@ def found(name, *folders):
 
 @pytest.fixture
 def postgres():
-    initdb, server = (found(name, f"postgresql/*/bin/{name}") for name in ("initdb", "postgres"))
+    initdb, server = (
+        found(name, f"postgresql/*/bin/{name}") for name in ("initdb", "postgres")
+    )
     if initdb is None or server is None:
         pytest.skip("needs Debian's postgresql")
     user = "postgres" if os.geteuid() == 0 else None  # the server refuses to run as root
@@ -185,21 +203,29 @@ def postgres():
         }
         data = str(folder / "data")
         subprocess.run(
-            [initdb, "-D", data, "-U", "reader", "--auth=trust", "--no-sync"], check=True, **common
+            [initdb, "-D", data, "-U", "reader", "--auth=trust", "--no-sync"],
+            check=True,
+            **common,
         )
         control = [str(Path(initdb).with_name("pg_ctl")), "-D", data, "-w"]
         options = f"-k {folder} -c listen_addresses= -c fsync=off"
         subprocess.run(
-            [*control, "-l", str(folder / "log"), "-o", options, "start"], check=True, **common
+            [*control, "-l", str(folder / "log"), "-o", options, "start"],
+            check=True,
+            **common,
         )
-        stack.callback(subprocess.run, [*control, "-m", "immediate", "stop"], check=True, **common)
+        stack.callback(
+            subprocess.run, [*control, "-m", "immediate", "stop"], check=True, **common
+        )
         yield f"postgresql://reader@/postgres?host={folder}"
 
 
 def test_asyncpg_program_runs(run, postgres):
     async def fill():
         connection = await asyncpg.connect(postgres)
-        await connection.execute("CREATE TABLE readings (id int PRIMARY KEY, value float8)")
+        await connection.execute(
+            "CREATE TABLE readings (id int PRIMARY KEY, value float8)"
+        )
         await connection.copy_records_to_table(
             "readings", records=[(number, number / 2) for number in range(1000)]
         )
@@ -227,7 +253,9 @@ def test_redis_program_runs(run, tmp_path):
         "--dir",
         str(tmp_path),
     ]
-    with subprocess.Popen([server, *options], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [server, *options], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             for line in process.stdout:
                 if (
@@ -240,7 +268,9 @@ def test_redis_program_runs(run, tmp_path):
                 client.rpush("queue", *range(25))
                 printed = run(
                     located(
-                        IMAGES, 'host="localhost", port=6379', f"unix_socket_path={str(path)!r}"
+                        IMAGES,
+                        'host="localhost", port=6379',
+                        f"unix_socket_path={str(path)!r}",
                     )
                 )
         finally:
@@ -267,9 +297,9 @@ def test_program_with_a_rate_limit_and_retries_reads_every_page_of_a_throttled_s
 
     quiet = "import logging\nlogging.disable()\n"  # stamina logs each retry
     with served("/{index}", page) as port:
-        assert run(quiet + located(PAGES, "http://localhost:8080", f"http://127.0.0.1:{port}")) == [
-            str(sum(range(500)))
-        ]
+        assert run(
+            quiet + located(PAGES, "http://localhost:8080", f"http://127.0.0.1:{port}")
+        ) == [str(sum(range(500)))]
     assert (refused, asked) == (refusals, 500 + refusals)
 
 
@@ -344,7 +374,8 @@ def of_ranks(forks):
         ranks = Rendezvous(2)
         with contextlib.ExitStack() as stack:
             begun = [
-                forks.start_source(program, RANK=f"{rank}", **ranks.variables) for rank in range(2)
+                forks.start_source(program, RANK=f"{rank}", **ranks.variables)
+                for rank in range(2)
             ]
             return [stack.enter_context(each).communicate()[0] for each in begun]
 
@@ -357,7 +388,11 @@ def test_programs_of_the_ranks_page_run_on_two_ranks(run, of_ranks, photos):
         map(numbers_in, of_ranks(located(program, "s3://bucket/train", photos)))
         for program in (RANKS, on_mesh)
     )
-    assert sorted(ours[:25] + theirs[:25]) == sorted(ours[25:] + theirs[25:]) == list(range(50))
+    assert (
+        sorted(ours[:25] + theirs[:25])
+        == sorted(ours[25:] + theirs[25:])
+        == list(range(50))
+    )
     assert same == again
     assert sorted(same) == list(range(50))
     assert numbers_in(" ".join(run(BY_COST))) == [2000]
@@ -378,12 +413,14 @@ def test_programs_on_photos_read_each_once(run, photos, program):
     ]
     for written, here in [*fewer, ('device="cuda"', 'device="auto"')]:
         program = program.replace(written, here)
-    assert sorted(numbers_in(" ".join(run(located(program, "s3://bucket/train", photos))))) == list(
-        range(50)
-    )
+    assert sorted(
+        numbers_in(" ".join(run(located(program, "s3://bucket/train", photos))))
+    ) == list(range(50))
 
 
-def test_function_for_on_error_leaves_out_the_sample_that_is_no_image(run, photos, tmp_path):
+def test_function_for_on_error_leaves_out_the_sample_that_is_no_image(
+    run, photos, tmp_path
+):
     (tmp_path / "7/photo.jpg").write_bytes(b"no image")
     begin = "import io, headrace as hr\nfrom PIL import UnidentifiedImageError\nquarantine = io.StringIO()\n"
     end = f"""
@@ -405,7 +442,9 @@ class Augmenter:
         return sample[0, 0] + self.rng.random()
 some_library = types.SimpleNamespace(Augmenter=Augmenter)
 """
-    seeded = located(RANDOMIZED.splitlines()[-1], "transform=augment", "transform=Augment()")
+    seeded = located(
+        RANDOMIZED.splitlines()[-1], "transform=augment", "transform=Augment()"
+    )
     programs = [
         RANDOMIZED + "print(sum(loader).mean())\n",
         f"{seeded}\nprint(sum(loader).mean())\n",
@@ -415,7 +454,9 @@ some_library = types.SimpleNamespace(Augmenter=Augmenter)
     assert first != other
 
 
-def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photos, tmp_path):
+def test_programs_that_replace_those_of_other_loaders_read_their_data(
+    run, photos, tmp_path
+):
     folder = tmp_path.as_uri()
     for shard in range(2):
         with tarfile.open(tmp_path / f"train-000{shard}.tar", "w") as tar:
@@ -424,12 +465,15 @@ def test_programs_that_replace_those_of_other_loaders_read_their_data(run, photo
                 (tmp_path / "label").write_text(f"{number}")
                 tar.add(tmp_path / "label", f"{number}.cls")
     program = located(
-        FROM_WEBDATASET, "s3://bucket/train-{0000..0127}", f"{folder}/train-{{0000..0001}}"
+        FROM_WEBDATASET,
+        "s3://bucket/train-{0000..0127}",
+        f"{folder}/train-{{0000..0001}}",
     )
     assert sorted(numbers_in(" ".join(run(program)))) == list(range(40))
     (tmp_path / "0.bin").write_bytes(bytes(2 * (256 * 16 + 1)))
     assert (
-        run(located(FROM_LITDATA, "s3://bucket/tokens", folder)) == ["torch.Size([8,", "256])"] * 2
+        run(located(FROM_LITDATA, "s3://bucket/tokens", folder))
+        == ["torch.Size([8,", "256])"] * 2
     )
     mds = str(ROOT / "tests/fixtures/mds/raw")
     assert sorted(
@@ -461,12 +505,17 @@ def print(line, *, write=print, **options):
 """
 
 
-def test_killed_program_of_the_resuming_page_goes_on_with_the_losses_of_a_whole_run(run, tmp_path):
+def test_killed_program_of_the_resuming_page_goes_on_with_the_losses_of_a_whole_run(
+    run, tmp_path
+):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         folder.mkdir()
     lines = []
-    for number, step, status in ((signal.SIGKILL, 37, -signal.SIGKILL), (signal.SIGTERM, 81, 0)):
+    for number, step, status in (
+        (signal.SIGKILL, 37, -signal.SIGKILL),
+        (signal.SIGTERM, 81, 0),
+    ):
         # The signal comes right after a step is printed: one from here could come between a
         # checkpoint and its line.
         signals = KILLED_AT.format(step=step, number=int(number))
@@ -515,7 +564,9 @@ def test_page_of_benchmarks_has_the_tables_that_the_program_computes(monkeypatch
     sizing = importlib.import_module("sizing")
     tables = [sizing.cost_table(), *sizing.host_tables()]
     assert [
-        table for table in tables if f"\n\n{table}\n\n" not in text_of("docs/benchmarks.md")
+        table
+        for table in tables
+        if f"\n\n{table}\n\n" not in text_of("docs/benchmarks.md")
     ] == []
 
 
@@ -545,7 +596,9 @@ def test_tests_named_in_documents_exist():
 
 
 def test_promises_name_tests_that_exist():
-    promises = re.search(r"^## Promises$.*?^## ", text_of("CONTRIBUTING.md"), re.M | re.S)[0]
+    promises = re.search(
+        r"^## Promises$.*?^## ", text_of("CONTRIBUTING.md"), re.M | re.S
+    )[0]
     rows = re.findall(r"^\| .* \|$", promises, re.M)[1:]
     missing = []
     for row in rows:
@@ -566,7 +619,9 @@ def test_links_on_pypi_are_absolute():
     for substitution in hook["substitutions"]:
         text = re.sub(substitution["pattern"], substitution["replacement"], text)
     pictures = re.findall(r'\b(?:src|srcset)="([^"]+)"', text)
-    assert [link for link in links_of(text) + pictures if not link.startswith("https://")] == []
+    assert [
+        link for link in links_of(text) + pictures if not link.startswith("https://")
+    ] == []
     address = PROJECT["project"]["urls"]["Repository"]
     assert f"]({address}/blob/main/docs/recipes.md)" in text
     assert all(url.startswith(address) for url in PROJECT["project"]["urls"].values())

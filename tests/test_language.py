@@ -70,11 +70,27 @@ def test_forbidden_words_are_printed_with_their_lines(tool, check):
         ("src/a.py", DENSE, "all of src: 21.00 tokens a line of code; the budget is 8.7"),
         ("src/a.py", f'URL = "{"a" * 100}"\n', "src/a.py: 1.00 lines over 100 columns"),
         ("src/a.py", f"# {PRONOUNS}\n", "src/a.py: 400.00 pronouns in 1,000 words"),
-        ("src/a.py", f'"""Shards.\n\n{PRONOUNS}\n"""\n', "src/a.py: 363.64 pronouns in 1,000"),
-        ("docs/a.md", PRONOUNS, "docs/a.md: 400.00 pronouns in 1,000 words; the budget is 45"),
-        ("README.md", PRONOUNS + "shard " * 100, "all of docs: 36.36 pronouns in 1,000 words"),
+        (
+            "src/a.py",
+            f'"""Shards.\n\n{PRONOUNS}\n"""\n',
+            "src/a.py: 363.64 pronouns in 1,000",
+        ),
+        (
+            "docs/a.md",
+            PRONOUNS,
+            "docs/a.md: 400.00 pronouns in 1,000 words; the budget is 45",
+        ),
+        (
+            "README.md",
+            PRONOUNS + "shard " * 100,
+            "all of docs: 36.36 pronouns in 1,000 words",
+        ),
         ("src/a.py", LONG_DOCSTRING, "src/a.py: 17.00 words in a docstring's first line"),
-        ("src/a.py", LONG_DOCSTRING, "all of src: 17.00 words in a docstring's first line"),
+        (
+            "src/a.py",
+            LONG_DOCSTRING,
+            "all of src: 17.00 words in a docstring's first line",
+        ),
     ],
 )
 def test_excess_is_printed_and_ends_with_status_1(check, name, text, excess):

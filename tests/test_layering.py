@@ -76,7 +76,9 @@ def test_every_module_has_a_room():
 
 
 def test_imports_point_down():
-    pairs = [(module, name) for module, names in IMPORTS.items() for name in sorted(names)]
+    pairs = [
+        (module, name) for module, names in IMPORTS.items() for name in sorted(names)
+    ]
     assert [pair for pair in pairs if points_up(*pair)] == []
 
 
@@ -96,7 +98,10 @@ def test_no_module_imports_itself_by_way_of_others():
         ("headrace._engine.engine", "from headrace._links import thread"),
         ("headrace._engine.engine", "def f():\n    import headrace.loader"),
         ("headrace._streams.kinds", "from headrace.datasets.combine import mix"),
-        ("headrace._torchcompat.private", "from headrace._records.failure import Failure"),
+        (
+            "headrace._torchcompat.private",
+            "from headrace._records.failure import Failure",
+        ),
         ("headrace.errors", "import headrace"),
     ],
 )

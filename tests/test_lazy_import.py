@@ -22,7 +22,13 @@ def modules_after(program):
 def test_the_loader_does_not_import_stores_shards_and_sidecars():
     imported = modules_after("import headrace; headrace.DataLoader")
     assert "headrace.loader" in imported
-    unneeded = ("store.client", "shards.", "store.disk_cache", "links.process", "links.sidecar")
+    unneeded = (
+        "store.client",
+        "shards.",
+        "store.disk_cache",
+        "links.process",
+        "links.sidecar",
+    )
     assert [
         name
         for name in imported
@@ -35,7 +41,9 @@ def test_the_loader_does_not_import_stores_shards_and_sidecars():
 def test_type_checkers_see_the_names_that_are_imported():
     checked = {
         alias.name: node.module
-        for node in ast.walk(ast.parse(Path(headrace.__file__).read_text(encoding="utf-8")))
+        for node in ast.walk(
+            ast.parse(Path(headrace.__file__).read_text(encoding="utf-8"))
+        )
         if isinstance(node, ast.ImportFrom)
         and node.module not in ("typing", "headrace", "headrace._version")
         for alias in node.names
@@ -44,5 +52,7 @@ def test_type_checkers_see_the_names_that_are_imported():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'headrace' has no attribute 'nothing'"):
+    with pytest.raises(
+        AttributeError, match="module 'headrace' has no attribute 'nothing'"
+    ):
         _ = headrace.nothing

@@ -34,7 +34,9 @@ ALL_MODULES = [name for name in test_layering.MODULES if not package_is_missing(
 PRIVATE = ("headrace.collate", "headrace.options")  # beside those whose names say it
 MODULES = [name for name in ALL_MODULES if name not in PRIVATE and "._" not in name]
 EXPORTING = [
-    name for name in MODULES if "__all__" in test_layering.MODULES[name].read_text("utf-8")
+    name
+    for name in MODULES
+    if "__all__" in test_layering.MODULES[name].read_text("utf-8")
 ]
 
 
@@ -43,12 +45,17 @@ def defined_in(module):
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     return {
-        node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")
+        node.name
+        for node in tree.body
+        if isinstance(node, kinds) and not node.name.startswith("_")
     }
 
 
 def test_modules_of_the_page_of_policies_say_what_is_public():
-    named = {f"headrace.{name}" for name in ("datasets", "decode", "errors", "testing", "types")}
+    named = {
+        f"headrace.{name}"
+        for name in ("datasets", "decode", "errors", "testing", "types")
+    }
     of_trainers = {name for name in MODULES if name.startswith("headrace.integrations.")}
     assert {"headrace", *named, *of_trainers} <= {*EXPORTING}
 
@@ -88,7 +95,8 @@ def test_type_checkers_are_told_that_it_is_typed():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in headrace.__all__ if inspect.isclass(getattr(headrace, name))]
+    "name",
+    [name for name in headrace.__all__ if inspect.isclass(getattr(headrace, name))],
 )
 def test_public_methods_are_documented(name):
     methods = inspect.getmembers(getattr(headrace, name), inspect.isfunction)
@@ -118,7 +126,9 @@ def examples():
                     example.name.rpartition(".")[2].removesuffix("Dataset"), "headrace"
                 )
                 reason = f"{package} is not installed: make test"
-                there = pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
+                there = pytest.mark.skipif(
+                    importlib.util.find_spec(package) is None, reason=reason
+                )
                 yield pytest.param(example, id=example.name, marks=there)
 
 
@@ -126,7 +136,9 @@ def examples():
 def test_examples_in_docstrings_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     results = runner.run(example, out=said.append)
     assert results.failed == 0, "".join(said)
 

@@ -24,7 +24,10 @@ from tests.unit.datasets.formats import FIXTURES, video_file
 READING = python_blocks("README.md")[0]
 PAGES = "docs/recipes.md", "docs/formats.md", "docs/shards.md"
 RECIPES = [
-    each for page in PAGES for each in programs_with_output(page) if "from datasets" not in each[0]
+    each
+    for page in PAGES
+    for each in programs_with_output(page)
+    if "from datasets" not in each[0]
 ]
 
 
@@ -57,7 +60,9 @@ def write_data(folder):
         (folder / f"videos/{name}.mp4").write_bytes(video_file(frames))
     shutil.copytree(Path(__file__).parent / "fixtures/tfrecord", folder / "records")
     fields = zarr.open_group(folder / "fields.zarr", mode="w")
-    fields.create_array("wind", shape=(365, 2, 32, 64), chunks=(10, 2, 8, 16), dtype="f4")[:] = 1.5
+    fields.create_array(
+        "wind", shape=(365, 2, 32, 64), chunks=(10, 2, 8, 16), dtype="f4"
+    )[:] = 1.5
     fields.create_array("time", data=np.arange(365), chunks=(100,))
     with open(folder / "labels.csv", newline="") as labels:
         rows = [row for row in csv.DictReader(labels) if row["file"].endswith(".jpg")]
@@ -67,11 +72,17 @@ def write_data(folder):
         shutil.copytree(folder / "train" / label, folder / "val" / label)
     keys = [f"{row['label']}/{row['file']}" for row in rows]
     pairs = [
-        {"caption": f"{n} images", "images": keys[n : n + n % 4 + (n % 8 == 0)]} for n in range(200)
+        {"caption": f"{n} images", "images": keys[n : n + n % 4 + (n % 8 == 0)]}
+        for n in range(200)
     ]
     (folder / "pairs/0.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    images = [{"id": n, "file_name": f"{row['label']}/{row['file']}"} for n, row in enumerate(rows)]
-    classes = [{"id": n, "name": name} for n, name in enumerate(("disc", "square", "triangle"))]
+    images = [
+        {"id": n, "file_name": f"{row['label']}/{row['file']}"}
+        for n, row in enumerate(rows)
+    ]
+    classes = [
+        {"id": n, "name": name} for n, name in enumerate(("disc", "square", "triangle"))
+    ]
     marks = [
         {"id": n, "image_id": n, "category_id": n % 3, "bbox": [10, 20, 20, 30]}
         for n in range(0, len(rows), 2)
@@ -79,7 +90,13 @@ def write_data(folder):
     crowd = {**marks[0], "id": len(rows), "category_id": 7, "iscrowd": 1}
     flat = {**marks[0], "id": len(rows) + 1, "category_id": 7, "bbox": [10, 20, 0, 30]}
     (folder / "coco.json").write_text(
-        json.dumps({"images": images, "categories": classes, "annotations": [crowd, flat, *marks]})
+        json.dumps(
+            {
+                "images": images,
+                "categories": classes,
+                "annotations": [crowd, flat, *marks],
+            }
+        )
     )
     for shard in range(4):
         with tarfile.open(folder / f"shards/{shard:04d}.tar", "w") as tar:
@@ -88,7 +105,10 @@ def write_data(folder):
                 label = tarfile.TarInfo(row["file"].replace(".jpg", ".cls"))
                 label.size = 1
                 tar.addfile(label, io.BytesIO(b"%d" % len(row["label"])))
-        for kind, text in (("text", "Document {}-{}. "), ("code", "def f{}_{}(): pass; ")):
+        for kind, text in (
+            ("text", "Document {}-{}. "),
+            ("code", "def f{}_{}(): pass; "),
+        ):
             lines = [
                 json.dumps({"text": text.format(shard, number) * (number % 7)})
                 for number in range(100)
@@ -107,7 +127,8 @@ def write_data(folder):
         pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "table.lance"
     )
     pyarrow.feather.write_feather(
-        pyarrow.table({"id": range(200), "label": [1] * 200}), folder / "saved/train/0.arrow"
+        pyarrow.table({"id": range(200), "label": [1] * 200}),
+        folder / "saved/train/0.arrow",
     )
 
 
@@ -116,7 +137,10 @@ def bucket(tmp_path_factory):
     """Images, shards, text, tokens and tables behind an S3 server: the lines that lead a program to them."""
     folder = tmp_path_factory.mktemp("bucket")
     write_data(folder)
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("t[ae]*/*.*")}
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.glob("t[ae]*/*.*")
+    }
     with (
         moto_bucket("bucket") as (client, options),
         serve_hub({"main": "a" * 40, "a" * 40: files}) as hub,
@@ -134,8 +158,14 @@ def bucket(tmp_path_factory):
         ]
         links += [{"url": "http://127.0.0.1:9/nowhere", "caption": ""}] * 2
         (folder / "links.jsonl").write_text("\n".join(map(json.dumps, links)))
-        variables = {**variables_of(options), "AWS_ALLOW_HTTP": "true", "HF_ENDPOINT": hub.urls[0]}
-        ignored = "import warnings\nwarnings.filterwarnings('ignore', 'a sample was skipped')\n"
+        variables = {
+            **variables_of(options),
+            "AWS_ALLOW_HTTP": "true",
+            "HF_ENDPOINT": hub.urls[0],
+        }
+        ignored = (
+            "import warnings\nwarnings.filterwarnings('ignore', 'a sample was skipped')\n"
+        )
         yield f"{ignored}import os\nos.chdir({str(folder)!r})\nos.environ.update({variables})\n"
 
 
@@ -143,7 +173,9 @@ def test_program_of_the_readme_reads_each_image_of_a_bucket(run, bucket):
     assert len(READING.splitlines()) <= 16
     *printed, number = run(f"{bucket}{READING}print(len(photos))\n")
     counts = re.findall(r"tensor\(\[(.*?)\]\)", " ".join(printed))
-    assert sum(int(count) for each in counts for count in each.split(",")) == int(number) > 0
+    assert (
+        sum(int(count) for each in counts for count in each.split(",")) == int(number) > 0
+    )
 
 
 def test_labels_of_the_validation_set_agree_where_a_class_is_missing(run, bucket):
@@ -158,7 +190,11 @@ def test_programs_of_the_quickstart_run_on_a_directory_and_on_a_bucket(run, buck
     assert len(files.splitlines()) <= 15
     left, *_, total = run(files + resumed)[-6:]
     assert int(left) == int(total) - 1
-    own = (upload + photos).replace("s3://bucket/", "s3://own/").replace('"bucket"', '"own"')
+    own = (
+        (upload + photos)
+        .replace("s3://bucket/", "s3://own/")
+        .replace('"bucket"', '"own"')
+    )
     assert run(bucket + own)[-3:] == ["('disc',", "'square',", "'triangle')"]
 
 

@@ -20,7 +20,10 @@ def documents(tmp_path_factory):
     package = tmp_path_factory.mktemp("typed") / "documents"
     package.mkdir()
     files, photos, _, resumed = python_blocks("docs/quickstart.md")
-    programs = {"readme": python_blocks("README.md")[0], "agents": python_blocks("AGENTS.md")[0]}
+    programs = {
+        "readme": python_blocks("README.md")[0],
+        "agents": python_blocks("AGENTS.md")[0],
+    }
     for name, program in {
         **programs,
         "files": files + resumed,
@@ -46,13 +49,17 @@ def errors_of_pyright(documents):
         sys.executable,
         *map(str, programs),
     ]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    answer = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT
+    )
     if not answer.stdout.startswith("{"):
         pytest.skip(f"pyright cannot be run: {answer.stderr.strip().splitlines()[-1:]}")
     lines = {program.name: {} for program in programs}
     for each in json.loads(answer.stdout)["generalDiagnostics"]:
         if each["severity"] == "error":
-            lines[Path(each["file"]).name][each["range"]["start"]["line"]] = each["message"]
+            lines[Path(each["file"]).name][each["range"]["start"]["line"]] = each[
+                "message"
+            ]
     return lines
 
 
@@ -65,11 +72,17 @@ def test_mistakes_in_arguments_are_type_errors(errors_of_pyright):
     assert errors_of_pyright["wrong.py"].keys() == expected
 
 
-def test_first_programs_of_the_documents_have_no_errors_by_pyright(errors_of_pyright, documents):
+def test_first_programs_of_the_documents_have_no_errors_by_pyright(
+    errors_of_pyright, documents
+):
     assert [errors_of_pyright[path.name] for path in documents] == [{}] * len(documents)
 
 
 def test_first_programs_of_the_documents_have_no_errors_by_mypy(documents):
     command = [sys.executable, "-m", "mypy", *map(str, documents)]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert checked.stdout == f"Success: no issues found in {len(documents)} source files\n"
+    checked = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (
+        checked.stdout == f"Success: no issues found in {len(documents)} source files\n"
+    )

@@ -53,12 +53,16 @@ class TraceProcessor:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._rpc = TraceProcessorRpc(_Pipes(self._process), ProtoFactory(PlatformDelegate()))
+        self._rpc = TraceProcessorRpc(
+            _Pipes(self._process), ProtoFactory(PlatformDelegate())
+        )
 
     def load(self, path):
         """Load a trace, in place of the one before."""
         self._call("TPM_RESET_TRACE_PROCESSOR")
-        answer = self._call("TPM_APPEND_TRACE_DATA", append_trace_data=Path(path).read_bytes())
+        answer = self._call(
+            "TPM_APPEND_TRACE_DATA", append_trace_data=Path(path).read_bytes()
+        )
         assert not answer.append_result.error
         self._call("TPM_FINALIZE_TRACE_DATA")
 

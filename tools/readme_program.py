@@ -41,7 +41,9 @@ def main() -> None:
     """Run the program from a folder outside of the clone."""
     installed = Path(headrace.__file__).resolve()
     if installed.is_relative_to(ROOT / "src"):
-        raise SystemExit(f"headrace is imported from {installed}, which is not an installed wheel")
+        raise SystemExit(
+            f"headrace is imported from {installed}, which is not an installed wheel"
+        )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     program = re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)[0]
     if ADDRESS not in program:

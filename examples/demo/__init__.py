@@ -16,5 +16,7 @@ PACKAGES = {
 def missing_packages() -> list[str]:
     """Packages of the extra `demo` that are not installed, by their names on PyPI."""
     return [
-        package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
+        package
+        for module, package in PACKAGES.items()
+        if importlib.util.find_spec(module) is None
     ]

@@ -27,7 +27,13 @@ def main() -> int:
         metavar="MS",
         help="the store's time to first byte (20)",
     )
-    add("--epochs", type=int, default=6, metavar="N", help="passes over the training objects (6)")
+    add(
+        "--epochs",
+        type=int,
+        default=6,
+        metavar="N",
+        help="passes over the training objects (6)",
+    )
     add("--batch-size", type=int, default=64, metavar="N", help="samples in a batch (64)")
     add(
         "--workers",
@@ -59,7 +65,10 @@ def main() -> int:
     )
     options = vars(parser.parse_args())
     if missing := missing_packages():
-        print(f"this needs {', '.join(missing)}: pip install 'headrace[demo]'", file=sys.stderr)
+        print(
+            f"this needs {', '.join(missing)}: pip install 'headrace[demo]'",
+            file=sys.stderr,
+        )
         return 2
     print("demo: importing PyTorch, which takes some seconds", flush=True)
     from demo.display import Display
@@ -68,7 +77,9 @@ def main() -> int:
 
     return (
         0
-        if run_demo(DemoOptions(**{**options, "latency": options["latency"] / 1000}), Display())
+        if run_demo(
+            DemoOptions(**{**options, "latency": options["latency"] / 1000}), Display()
+        )
         else 1
     )
 

@@ -62,7 +62,9 @@ def compare(
         f"Loading {len(objects):,} objects without training: same store, order, batches and transform"
     )
     more = max(MORE_WORKERS, options.workers)
-    rows = [comparison.torch(workers) for workers in dict.fromkeys((options.workers, more))]
+    rows = [
+        comparison.torch(workers) for workers in dict.fromkeys((options.workers, more))
+    ]
     rows.append(comparison.headrace())
     slowest = rows[0].timing.rate
     display.table(
@@ -80,7 +82,9 @@ def compare(
         ],
     )
     if any(row.timing.samples < len(objects) for row in rows):
-        display.remark("torch's rows are the first batches only: all of them would take too long.")
+        display.remark(
+            "torch's rows are the first batches only: all of them would take too long."
+        )
     for line in NOTES:
         display.remark(line)
     return [row.timing for row in rows]
@@ -93,7 +97,9 @@ class _Comparison:
         generator = torch.Generator().manual_seed(options.seed)
         order = torch.randperm(len(objects), generator=generator).tolist()
         size = options.batch_size
-        self.epoch: Batches = [order[start : start + size] for start in range(0, len(order), size)]
+        self.epoch: Batches = [
+            order[start : start + size] for start in range(0, len(order), size)
+        ]
         self._objects = objects
         self._url = url
         self._options = options
@@ -111,7 +117,12 @@ class _Comparison:
             torch_loader(dataset, order, workers) as loader,
         ):
             return self._timed(
-                "torch", loader, order, batches, workers=workers, in_flight=max(1, workers)
+                "torch",
+                loader,
+                order,
+                batches,
+                workers=workers,
+                in_flight=max(1, workers),
             )
 
     def headrace(self) -> Row:
@@ -153,9 +164,13 @@ class _Comparison:
                 order,
                 batches,
                 workers=workers,
-                on_batch=lambda number, rate: live.update(number, f"{rate:,.0f} samples/s"),
+                on_batch=lambda number, rate: live.update(
+                    number, f"{rate:,.0f} samples/s"
+                ),
             )
-        wanted = [label_of(self._objects.keys[index]) for batch in batches for index in batch]
+        wanted = [
+            label_of(self._objects.keys[index]) for batch in batches for index in batch
+        ]
         if (timing.samples, timing.labels) != (len(wanted), sum(wanted)):
             raise RuntimeError(
                 f"{name} delivered {timing.samples} samples whose labels sum to {timing.labels}; "

@@ -55,7 +55,9 @@ def digit_objects() -> dict[str, bytes]:
 
     digits = load_digits()
     numbers = range(len(digits.target))
-    split = train_test_split(numbers, test_size=0.2, stratify=digits.target, random_state=0)
+    split = train_test_split(
+        numbers, test_size=0.2, stratify=digits.target, random_state=0
+    )
     parts = zip((TRAIN, HELD_OUT), split, strict=True)
     return {
         f"{part}/{number:05d}-{digits.target[number]}.png": _png(digits.images[number])
@@ -77,14 +79,18 @@ def with_copies(objects: dict[str, bytes], times: int) -> dict[str, bytes]:
         if key.startswith(f"{TRAIN}/")
     }
     copies = {
-        f"{MANY}/{copy}-{name}": data for copy in range(times) for name, data in train.items()
+        f"{MANY}/{copy}-{name}": data
+        for copy in range(times)
+        for name, data in train.items()
     }
     return {**objects, **copies}
 
 
 def _png(levels: np.ndarray) -> bytes:
     sink = io.BytesIO()
-    Image.fromarray(np.round(levels * (255 / BRIGHTEST)).astype(np.uint8)).save(sink, "PNG")
+    Image.fromarray(np.round(levels * (255 / BRIGHTEST)).astype(np.uint8)).save(
+        sink, "PNG"
+    )
     return sink.getvalue()
 
 
@@ -127,7 +133,9 @@ def augment(picture: Image.Image) -> Image.Image:
         cosine,
         y + sine * x - cosine * y + down,
     )
-    return picture.transform(picture.size, Image.Transform.AFFINE, back, Image.Resampling.BILINEAR)
+    return picture.transform(
+        picture.size, Image.Transform.AFFINE, back, Image.Resampling.BILINEAR
+    )
 
 
 def _tensor(picture: Image.Image) -> torch.Tensor:

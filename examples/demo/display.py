@@ -94,7 +94,9 @@ class Display:
         """Print a table; the first column is text, the others are numbers, the last row is emphasised."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+            table.add_column(
+                column, justify="left" if number == 0 else "right", no_wrap=True
+            )
         for row in rows:
             table.add_row(*row, style="bold green" if row is rows[-1] else None)
         self._console.print(

@@ -41,9 +41,13 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
         Whether the model got at least 95 % of the held-out digits right.
     """
     began = time.perf_counter()
-    display.title("headrace demo", "handwritten digits, from an object store into a small CNN")
+    display.title(
+        "headrace demo", "handwritten digits, from an object store into a small CNN"
+    )
     server = ObjectServer(
-        with_copies(digit_objects(), options.copies), bucket="digits", latency=options.latency
+        with_copies(digit_objects(), options.copies),
+        bucket="digits",
+        latency=options.latency,
     )
     with interrupts_held():
         server.start()
@@ -64,7 +68,9 @@ def run_demo(options: DemoOptions, display: Display) -> bool:
     finally:
         server.close()
     reached = accuracy >= GOOD_ACCURACY
-    display.closing(verdict(accuracy, options.epochs, time.perf_counter() - began), good=reached)
+    display.closing(
+        verdict(accuracy, options.epochs, time.perf_counter() - began), good=reached
+    )
     return reached
 
 
@@ -85,7 +91,10 @@ def _dataset(server: ObjectServer, part: str) -> hr.ObjectDataset:
 
 
 def _train(
-    train: hr.ObjectDataset, held_out: hr.ObjectDataset, options: DemoOptions, display: Display
+    train: hr.ObjectDataset,
+    held_out: hr.ObjectDataset,
+    options: DemoOptions,
+    display: Display,
 ) -> float:
     loader: hr.DataLoader[Any] = hr.DataLoader(
         train,
@@ -97,7 +106,10 @@ def _train(
         seed=options.seed,
     )
     evaluation: hr.DataLoader[Any] = hr.DataLoader(
-        held_out, batch_size=options.batch_size, transform=decode, concurrency=options.concurrency
+        held_out,
+        batch_size=options.batch_size,
+        transform=decode,
+        concurrency=options.concurrency,
     )
     with loader, evaluation:
         display.fact(
@@ -112,7 +124,9 @@ def _train(
         for epoch in range(1, options.epochs + 1):
             label = f"{epoch:>2}/{options.epochs:<2}"
             with display.live(label, len(loader), "batches") as live:
-                loss, flow = trainer.epoch(lambda flow: live.update(flow.batches, _in_words(flow)))
+                loss, flow = trainer.epoch(
+                    lambda flow: live.update(flow.batches, _in_words(flow))
+                )
                 accuracy = asyncio.run(accuracy_of(trainer.model, evaluation))
             display.line(
                 f"{label}  {loss:>7.4f}   {accuracy:>7.1%}   {flow.rate:>9,.0f}   {flow.wait_share:>16.0%}"

@@ -123,13 +123,18 @@ class _Loader(Protocol):
 
 
 @contextlib.contextmanager
-def torch_loader(dataset: Any, order: FixedOrder, workers: int) -> Iterator[TorchDataLoader[Any]]:
+def torch_loader(
+    dataset: Any, order: FixedOrder, workers: int
+) -> Iterator[TorchDataLoader[Any]]:
     """Torch's loader with persistent workers, which are ended on exit."""
     with warnings.catch_warnings():
         # more workers than cores: they mostly wait
         warnings.filterwarnings("ignore", "This DataLoader will create")
         loader: TorchDataLoader[Any] = TorchDataLoader(
-            dataset, batch_sampler=order, num_workers=workers, persistent_workers=workers > 0
+            dataset,
+            batch_sampler=order,
+            num_workers=workers,
+            persistent_workers=workers > 0,
         )
         try:
             yield loader
@@ -177,7 +182,9 @@ def _exhaust(batches: Iterable[object]) -> None:
         pass
 
 
-def batches_within(seconds: float, batches: Batches, *, latency: float, workers: int) -> Batches:
+def batches_within(
+    seconds: float, batches: Batches, *, latency: float, workers: int
+) -> Batches:
     """As many of the first batches as can be loaded one object at a time in about `seconds`; one a worker at least."""
     each = (latency + OVERHEAD) / max(1, workers)
     ends = itertools.accumulate(len(batch) for batch in batches)

@@ -332,7 +332,9 @@ class ObjectServer:
     def requests(self) -> dict[str, int]:
         """Numbers of ``GET``, ``HEAD``, ``LIST``, ``PUT`` and ``DELETE`` requests since the start."""
         counts = json.loads(self._call("GET", "/_stats"))["requests"]
-        return {kind: counts.get(kind, 0) for kind in ("GET", "HEAD", "LIST", "PUT", "DELETE")}
+        return {
+            kind: counts.get(kind, 0) for kind in ("GET", "HEAD", "LIST", "PUT", "DELETE")
+        }
 
     def put(self, key: str, data: bytes) -> None:
         """Store or replace an object."""
@@ -347,7 +349,9 @@ class ObjectServer:
 
         A request meets the first fault that matches it. Requests since this call are recorded for
         `seen`."""
-        self._call("PUT", "/_faults", json.dumps([asdict(fault) for fault in faults]).encode())
+        self._call(
+            "PUT", "/_faults", json.dumps([asdict(fault) for fault in faults]).encode()
+        )
 
     def seen(self, method: str = "GET") -> list[Seen]:
         """Requests of one method since the last `misbehave`, oldest first."""
@@ -362,7 +366,11 @@ class ObjectServer:
         self._call("PUT", "/_restart", str(down).encode())
 
     def _send(self, sink: IO[bytes], objects: Mapping[str, bytes]) -> None:
-        settings = {"bucket": self._bucket, "latency": self._latency, "objects": len(objects)}
+        settings = {
+            "bucket": self._bucket,
+            "latency": self._latency,
+            "objects": len(objects),
+        }
         sink.write(json.dumps(settings).encode() + b"\n")
         for key, data in objects.items():
             name = key.encode()

@@ -52,7 +52,8 @@ class Misbehaviour:
             if method == "GET" and "list-type=2" in query:
                 key, method = request.query.get("prefix", ""), "LIST"
             active = next(
-                (fault for fault in self._faults if fault.meets(method, key, request)), None
+                (fault for fault in self._faults if fault.meets(method, key, request)),
+                None,
             )
             kind = active.kind if active is not None else ""
             self.seen.append(
@@ -61,7 +62,9 @@ class Misbehaviour:
             if active is None:
                 return await handle(request)
             if kind == "overwrite":
-                return await _overwrite(active, request, handle, functools.partial(self._put, key))
+                return await _overwrite(
+                    active, request, handle, functools.partial(self._put, key)
+                )
             try:
                 return await _FAULTS[kind](active, request, handle)
             except ConnectionResetError:
@@ -98,7 +101,9 @@ class _Active:
             return False
         if fault["times"] is not None and number >= fault["skip"] + fault["times"]:
             return False
-        return self.kind != "throttle" or self._over_rate(fault["rate"], float(fault["at"]))
+        return self.kind != "throttle" or self._over_rate(
+            fault["rate"], float(fault["at"])
+        )
 
     def _over_rate(self, rate: float, depth: float) -> bool:
         now = time.monotonic()
@@ -110,7 +115,9 @@ class _Active:
         return False
 
 
-async def _respond(active: _Active, request: web.BaseRequest, handle: Handler) -> web.Response:
+async def _respond(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.Response:
     """The correct response, not yet sent."""
     response = await handle(request)
     assert isinstance(response, web.Response)
@@ -148,12 +155,18 @@ def _hang_up(request: web.BaseRequest, *, reset: bool) -> None:
         transport.close()
 
 
-async def _status(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _status(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     fault = active.fault
-    return web.Response(status=fault["status"], headers=fault["headers"], text=fault["body"])
+    return web.Response(
+        status=fault["status"], headers=fault["headers"], text=fault["body"]
+    )
 
 
-async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _cut(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     stream, body = await _send_headers(await _respond(active, request, handle), request)
     await stream.write(body[: active.fault["at"]])
     if active.kind == "reset":
@@ -164,7 +177,10 @@ async def _cut(active: _Active, request: web.BaseRequest, handle: Handler) -> we
 
 
 async def _overwrite(
-    active: _Active, request: web.BaseRequest, handle: Handler, put: Callable[[bytes], object]
+    active: _Active,
+    request: web.BaseRequest,
+    handle: Handler,
+    put: Callable[[bytes], object],
 ) -> web.StreamResponse:
     response = await _respond(active, request, handle)
     put(active.fault["body"].encode())
@@ -174,7 +190,9 @@ async def _overwrite(
     return stream
 
 
-async def _refuse(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _refuse(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     _hang_up(request, reset=True)
     return web.Response()
 
@@ -198,12 +216,16 @@ async def _trickle(
     return stream
 
 
-async def _stall(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _stall(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     await asyncio.sleep(active.fault["seconds"])
     return await _respond(active, request, handle)
 
 
-async def _flip(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _flip(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     response = await _respond(active, request, handle)
     body = bytearray(_body(response))
     body[active.fault["at"]] ^= 1
@@ -211,7 +233,9 @@ async def _flip(active: _Active, request: web.BaseRequest, handle: Handler) -> w
     return response
 
 
-async def _whole(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _whole(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     headers = request.headers.copy()
     headers.popall("Range", None)
     return await _respond(active, request.clone(headers=headers), handle)
@@ -236,7 +260,9 @@ async def _misplaced(
     return response
 
 
-async def _page(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _page(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     response = await _respond(active, request, handle)
     return web.Response(
         text=active.fault["body"],
@@ -264,7 +290,9 @@ async def _hang_up_after(
     return stream
 
 
-async def _retag(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _retag(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     headers = request.headers.copy()
     headers.popall("If-Match", None)
     response = await _respond(active, request.clone(headers=headers), handle)
@@ -272,7 +300,9 @@ async def _retag(active: _Active, request: web.BaseRequest, handle: Handler) -> 
     return response
 
 
-async def _repeat(active: _Active, request: web.BaseRequest, handle: Handler) -> web.StreamResponse:
+async def _repeat(
+    active: _Active, request: web.BaseRequest, handle: Handler
+) -> web.StreamResponse:
     response = await _respond(active, request, handle)
     first, opening, rest = _body(response).partition(b"<Contents>")
     entries, closing, last = rest.rpartition(b"</Contents>")
@@ -298,7 +328,9 @@ async def _bandwidth(
     return stream
 
 
-_FAULTS: dict[str, Callable[[_Active, web.BaseRequest, Handler], Awaitable[web.StreamResponse]]] = {
+_FAULTS: dict[
+    str, Callable[[_Active, web.BaseRequest, Handler], Awaitable[web.StreamResponse]]
+] = {
     "status": _status,
     "cut": _cut,
     "reset": _cut,

@@ -39,7 +39,10 @@ class StoredObject:
             "Accept-Ranges": "bytes",
             "Content-Type": "application/octet-stream",
         }
-        self.whole = {**self.common, "Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}"}
+        self.whole = {
+            **self.common,
+            "Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}",
+        }
 
 
 class Bucket:
@@ -62,8 +65,8 @@ class Bucket:
 
     def put(self, key: str, data: bytes) -> StoredObject:
         """Store or replace an object."""
-        stored = self.objects[key] = self._by_path[f"/{self.name}/{quote(key)}"] = StoredObject(
-            data
+        stored = self.objects[key] = self._by_path[f"/{self.name}/{quote(key)}"] = (
+            StoredObject(data)
         )
         self._sorted = None
         return stored
@@ -80,11 +83,19 @@ class Bucket:
         stored = self._by_path.get(request.raw_path) if method == "GET" else None
         if stored is not None:  # fast path: a GET whose path is quoted as ours
             return await self._get(request, stored)
-        bucket, _, key = unquote(request.raw_path.partition("?")[0]).lstrip("/").partition("/")
+        bucket, _, key = (
+            unquote(request.raw_path.partition("?")[0]).lstrip("/").partition("/")
+        )
         if bucket != self.name:
-            return _refuse(404, "NoSuchBucket", "The specified bucket does not exist", request)
+            return _refuse(
+                404, "NoSuchBucket", "The specified bucket does not exist", request
+            )
         if not key:
-            return await self._list(request) if method == "GET" else _not_implemented(request)
+            return (
+                await self._list(request)
+                if method == "GET"
+                else _not_implemented(request)
+            )
         if method == "PUT":
             return await self._put(request, key)
         if method == "DELETE" and not request.query_string:
@@ -113,7 +124,9 @@ class Bucket:
             return web.Response(status=204)
         return _not_implemented(request)
 
-    async def _get(self, request: web.BaseRequest, stored: StoredObject) -> web.StreamResponse:
+    async def _get(
+        self, request: web.BaseRequest, stored: StoredObject
+    ) -> web.StreamResponse:
         self._counts["GET"] += 1
         self._in_flight += 1
         if self._in_flight > self._max_in_flight:
@@ -136,18 +149,26 @@ class Bucket:
             span = _parse_range(asked, size)
             if span is None:
                 return _refuse(
-                    416, "InvalidRange", f"The requested range is not satisfiable: {asked}", request
+                    416,
+                    "InvalidRange",
+                    f"The requested range is not satisfiable: {asked}",
+                    request,
                 )
             start, stop = span
             if start == 0 and stop == size:
                 return web.Response(status=206, body=stored.data, headers=stored.whole)
-            headers = {**stored.common, "Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+            headers = {
+                **stored.common,
+                "Content-Range": f"bytes {start}-{stop - 1}/{size}",
+            }
             return web.Response(status=206, body=stored.data[start:stop], headers=headers)
         finally:
             self._in_flight -= 1
 
     async def _put(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
-        if request.query_string or "aws-chunked" in request.headers.get("Content-Encoding", ""):
+        if request.query_string or "aws-chunked" in request.headers.get(
+            "Content-Encoding", ""
+        ):
             return _not_implemented(request)
         self._counts["PUT"] += 1
         # not request.read(), which takes 1 MiB at most
@@ -167,9 +188,15 @@ class Bucket:
         finally:
             self._in_flight -= 1
         token = query.get("continuation-token")
-        after = base64.urlsafe_b64decode(token).decode() if token else query.get("start-after", "")
+        after = (
+            base64.urlsafe_b64decode(token).decode()
+            if token
+            else query.get("start-after", "")
+        )
         limit = min(int(query.get("max-keys", 1000)), 1000)
-        found, more = self._page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
+        found, more = self._page(
+            query.get("prefix", ""), query.get("delimiter", ""), after, limit
+        )
         spell = quote if query.get("encoding-type") == "url" else escape
         return web.Response(
             body=self._listing(query, found, more, spell), content_type="application/xml"
@@ -188,10 +215,16 @@ class Bucket:
             last = after + LAST if delimiter and after.endswith(delimiter) else after
             first = max(first, bisect.bisect_right(keys, last))
         found: list[str] = []
-        while first < len(keys) and keys[first].startswith(prefix) and len(found) <= limit:
+        while (
+            first < len(keys) and keys[first].startswith(prefix) and len(found) <= limit
+        ):
             border = keys[first].find(delimiter, len(prefix)) if delimiter else -1
-            found.append(keys[first] if border < 0 else keys[first][: border + len(delimiter)])
-            first = first + 1 if border < 0 else bisect.bisect_right(keys, found[-1] + LAST)
+            found.append(
+                keys[first] if border < 0 else keys[first][: border + len(delimiter)]
+            )
+            first = (
+                first + 1 if border < 0 else bisect.bisect_right(keys, found[-1] + LAST)
+            )
         return found[:limit], len(found) > limit
 
     def _listing(
@@ -215,7 +248,9 @@ class Bucket:
         delimiter = query.get("delimiter", "")
         for key in found:
             if delimiter and delimiter in key[len(query.get("prefix", "")) :]:
-                parts.append(f"<CommonPrefixes><Prefix>{spell(key)}</Prefix></CommonPrefixes>")
+                parts.append(
+                    f"<CommonPrefixes><Prefix>{spell(key)}</Prefix></CommonPrefixes>"
+                )
                 continue
             parts.append(
                 f"<Contents><Key>{spell(key)}</Key><LastModified>1970-01-01T00:00:00.000Z</LastModified>"
@@ -241,7 +276,9 @@ def _parse_range(asked: str, size: int) -> tuple[int, int] | None:
     return (start, stop) if start < stop else None
 
 
-def _refuse(status: int, code: str, message: str, request: web.BaseRequest) -> web.Response:
+def _refuse(
+    status: int, code: str, message: str, request: web.BaseRequest
+) -> web.Response:
     body = (
         '<?xml version="1.0" encoding="UTF-8"?>'
         f"<Error><Code>{code}</Code><Message>{escape(message)}</Message>"

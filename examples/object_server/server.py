@@ -57,11 +57,15 @@ class Listener:
     async def start(self) -> None:
         """Listen, after a restart on the same port."""
         # Not 0, which aiohttp takes for no limit.
-        runner = web.ServerRunner(web.Server(self._route, access_log=None), shutdown_timeout=0.01)
+        runner = web.ServerRunner(
+            web.Server(self._route, access_log=None), shutdown_timeout=0.01
+        )
         await runner.setup()
         # Hundreds of fetchers connect at once; the stock backlog of 128 would drop some, for a
         # second each.
-        site = web.TCPSite(runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True)
+        site = web.TCPSite(
+            runner, "127.0.0.1", self.port, backlog=4096, reuse_address=True
+        )
         await site.start()
         self.port = runner.addresses[0][1]
         self._runner = runner
@@ -85,7 +89,9 @@ class Listener:
         if request.raw_path == "/_seen":
             return web.json_response(list(self._misbehaviour.seen))
         if request.raw_path == "/_restart" and request.method == "PUT":
-            self._restarting = asyncio.ensure_future(self._restart(float(await request.text())))
+            self._restarting = asyncio.ensure_future(
+                self._restart(float(await request.text()))
+            )
             return web.Response(status=204)
         return await self._bucket.control(request)
 
@@ -93,7 +99,9 @@ class Listener:
 @functools.cache
 def _sibling(name: str) -> Any:
     """Load a module from the folder of this file, by its path."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).with_name(f"{name}.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

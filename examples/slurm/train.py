@@ -62,7 +62,9 @@ def main(url):
         device = f"cuda:{int(os.environ['SLURM_LOCALID']) % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     # Addresses are those of MASTER_ADDR and MASTER_PORT, which the batch script sets.
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl", rank=rank, world_size=ranks
+    )
     if rank == 0:
         print(f"{ranks} ranks, {engines} engines each, on {device}", flush=True)
     train(url, device, engines)

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from headrace._store.request_stats import report_throttled as report_throttled
     from headrace._store.retry_policy import RetryPolicy as RetryPolicy
     from headrace._store.store import Store as Store
-    from headrace._streams.iterable_style import AsyncIterableDataset as AsyncIterableDataset
+    from headrace._streams.iterable_style import (
+        AsyncIterableDataset as AsyncIterableDataset,
+    )
     from headrace._streams.map_style import AsyncDataset as AsyncDataset
     from headrace._streams.map_style import RangedDataset as RangedDataset
     from headrace.collate import collate_table as collate_table

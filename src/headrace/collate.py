@@ -73,14 +73,18 @@ def collate_table(table: Any) -> dict[str, Any]:
         >>> collate_table(pyarrow.table({"x": [0.5, 1.5], "tokens": [[1, 2, 3], [4]]}))["tokens"]
         {'values': tensor([1, 2, 3, 4]), 'lengths': tensor([3, 1])}
     """
-    return {name: _of_array(name, table[name].combine_chunks()) for name in table.column_names}
+    return {
+        name: _of_array(name, table[name].combine_chunks()) for name in table.column_names
+    }
 
 
 def _of_array(name: str, array: Any) -> Any:
     from pyarrow.compute import list_value_length
 
     if array.null_count:
-        raise ValueError(f"column {name!r} has nulls, and tensors have none: fill or filter them")
+        raise ValueError(
+            f"column {name!r} has nulls, and tensors have none: fill or filter them"
+        )
     if hasattr(array.type, "value_field"):
         lengths = torch.tensor(list_value_length(array).to_numpy(), dtype=torch.int64)
         return {"values": _of_array(name, array.flatten()), "lengths": lengths}
@@ -120,13 +124,19 @@ _FunctionsByType = dict[type | tuple[type, ...], Callable[..., Any]]
 _OURS: _FunctionsByType = {memoryview: _keep, type(None): _keep_none}
 
 
-def collated(collate_fn: CollateFn, samples: Sequence[object], *, of_tables: bool) -> object:
+def collated(
+    collate_fn: CollateFn, samples: Sequence[object], *, of_tables: bool
+) -> object:
     """Return the batch made by `collate_fn` from samples.
 
     A default collate function gets the rows of a tensor without a copy. With `of_tables`, Arrow
     tables are concatenated before `collate_fn` runs, unless `collate_fn` is ``list`` or ``tuple``.
     """
-    if of_tables and collate_fn not in (list, tuple) and (table := _as_table(samples)) is not None:
+    if (
+        of_tables
+        and collate_fn not in (list, tuple)
+        and (table := _as_table(samples)) is not None
+    ):
         return table if is_default(collate_fn) else collate_fn(table)
     if type(samples) is not Rows:
         return collate_fn(samples)
@@ -149,24 +159,32 @@ def _as_table(samples: Sequence[object]) -> Any:
     return pyarrow.concat_tables(samples).combine_chunks()
 
 
-def note_culprit(error: BaseException, samples: Sequence[Any], indices: Sequence[object]) -> None:
+def note_culprit(
+    error: BaseException, samples: Sequence[Any], indices: Sequence[object]
+) -> None:
     """Add a note with the odd sample to a collate error.
 
     The note names the sample that differs from the first sample, and the field.
     """
     with contextlib.suppress(Exception):  # classes of samples are user code
         kinds = [
-            {keystr(path): _kind(leaf) for path, leaf in tree_flatten_with_path(sample)[0]}
+            {
+                keystr(path): _kind(leaf)
+                for path, leaf in tree_flatten_with_path(sample)[0]
+            }
             for sample in samples
         ]
         first = kinds[0]
         if any(map(inspect.isawaitable, samples)):
-            add_note(error, "headrace: a sample is a coroutine: an await is missing in aget")
+            add_note(
+                error, "headrace: a sample is a coroutine: an await is missing in aget"
+            )
         odd = [
             f"sample{path} is {here} at index {index!r}, and {there} at index {indices[0]!r}"
             for index, kind in zip(indices, kinds, strict=True)
             for path in {**first, **kind}
-            if (here := kind.get(path, "missing")) != (there := first.get(path, "missing"))
+            if (here := kind.get(path, "missing"))
+            != (there := first.get(path, "missing"))
         ]
         odd += [
             f"it is sample{path}"
@@ -203,10 +221,22 @@ def destined(collate_fn: CollateFn) -> CollateFn:
     Only default collate functions have a variant. Any other function is returned unchanged: a
     user's function may call a default collate function and keep the batch.
     """
-    return next((stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn)
+    return next(
+        (stacking for default, stacking in _DESTINED if collate_fn is default), collate_fn
+    )
 
 
-_DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+_DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+]
 NUMPY_DTYPES = {getattr(torch, name): np.dtype(name) for name in _DTYPES}
 
 
@@ -229,7 +259,9 @@ def _stack(batch: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
         # Unequal shapes, a gradient, or another irregular tensor.
         with contextlib.suppress(RuntimeError):
             contiguous = size < HUGE or all(map(torch.Tensor.is_contiguous, batch))
-            return torch.stack(list(batch), 0, out=output(first, len(batch), contiguous=contiguous))
+            return torch.stack(
+                list(batch), 0, out=output(first, len(batch), contiguous=contiguous)
+            )
     # Torch stacks irregular tensors, or raises the error.
     return collate_tensor_fn(batch, **options)  # type: ignore[no-any-return]
 

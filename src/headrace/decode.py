@@ -83,10 +83,16 @@ def image(
     require("PIL.Image", "headrace.decode.image", "pillow", "image")
     size = _checked(size)
     if mode not in _MODES:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}")
+        raise ValueError(
+            f"mode must be one of {', '.join(map(repr, _MODES))}, but got {mode!r}"
+        )
     if dtype != torch.uint8 and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be torch.uint8 or a floating dtype, but got {dtype}")
-    return partial(_decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype)
+        raise ValueError(
+            f"dtype must be torch.uint8 or a floating dtype, but got {dtype}"
+        )
+    return partial(
+        _decode_sample, size=size and (size[1], size[0]), mode=_MODES[mode], dtype=dtype
+    )
 
 
 def video(
@@ -140,7 +146,9 @@ def audio(sample_rate: int | None = None, *, mono: bool = False) -> _DecodeFunct
     return partial(_decode_audio, rate=sample_rate, mono=mono)
 
 
-def fields(**decoders: Callable[[Any], object]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def fields(
+    **decoders: Callable[[Any], object],
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Make a decoder of dicts of bytes, as in tar shards.
 
     Args:
@@ -204,7 +212,11 @@ def _decode_sample(sample: Any, size: _Size, mode: str, dtype: torch.dtype) -> A
             upright = upright.transpose(Image.Transpose(turn))
         upright = upright.convert(mode)
         pixels = np.array(upright if size is None else ImageOps.fit(upright, size))
-    tensor = torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+    tensor = (
+        torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1))
+        .permute(2, 0, 1)
+        .contiguous()
+    )
     if dtype != torch.uint8:
         tensor = tensor.to(dtype) / 255
     return _labelled(tensor, sample)
@@ -227,7 +239,9 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
 
     with av.open(io.BytesIO(getattr(sample, "data", sample)), "r") as container:
         if not container.streams.video:
-            raise ValueError(f"no video, but {[stream.type for stream in container.streams]}")
+            raise ValueError(
+                f"no video, but {[stream.type for stream in container.streams]}"
+            )
         codec = container.streams.video[0].codec_context
         codec.thread_count = 1  # workers share the cores
         packets = [*container.demux(video=0)]
@@ -248,7 +262,9 @@ def _decode_video(sample: Any, size: _Size, count: int | None) -> Any:
         )
     if count is not None:
         shown = [shown[round(place)] for place in np.linspace(0, len(shown) - 1, count)]
-    return _labelled(torch.from_numpy(np.array([_upright(frame, size) for frame in shown])), sample)
+    return _labelled(
+        torch.from_numpy(np.array([_upright(frame, size) for frame in shown])), sample
+    )
 
 
 def _upright(frame: Any, size: _Size) -> _Pixels:
@@ -261,7 +277,9 @@ def _upright(frame: Any, size: _Size) -> _Pixels:
     new = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
     pixels: _Pixels = frame.to_ndarray(format="rgb24", height=new[0], width=new[1])
     top, left = (new[0] - height) // 2, (new[1] - width) // 2
-    return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(2, 0, 1)
+    return np.rot90(pixels[top : top + height, left : left + width], quarters).transpose(
+        2, 0, 1
+    )
 
 
 def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
@@ -279,7 +297,11 @@ def _decode_audio(sample: Any, rate: int | None, mono: bool) -> Any:
     # If the file has less than the header states, libsndfile reads less and only logs the fact.
     less = any(int(a) > int(b) for a, b in _SIZES.findall(log) if a != "4294967295")
     less = less or wave.shape[1] + _MP3_FRAME < file.frames
-    if not wave.size or less or re.search("end-of-stream|junk after the last page", log, re.I):
+    if (
+        not wave.size
+        or less
+        or re.search("end-of-stream|junk after the last page", log, re.I)
+    ):
         raise ValueError("truncated, empty, or joined of several streams")
     if file.format in ("MP3", "OGG") and unread > _TAG:
         raise ValueError(
@@ -303,6 +325,10 @@ def _by_simplejpeg(data: Any, picture: Image.Image) -> Image.Image | None:
         import PIL.Image
         import simplejpeg
 
-        scale = {"min_height": picture.height, "min_width": picture.width, "min_factor": 1}
+        scale = {
+            "min_height": picture.height,
+            "min_width": picture.width,
+            "min_factor": 1,
+        }
         return PIL.Image.fromarray(simplejpeg.decode_jpeg(data, **scale))
     return None

@@ -39,7 +39,9 @@ class HeadraceError(Exception):
         self.__dict__.update(
             {name: value for name, value in fields.items() if hasattr(type(self), name)}
         )
-        entry = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
+        entry = next(
+            cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__
+        )
         add_note(self, f"{HELP} {__name__}.{entry}")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -153,7 +155,9 @@ class RemoteError(HeadraceError, RuntimeError):
 
     type_name: str | None = None
 
-    _text = "{type_name}: {message} (this exception could not be pickled, only its text was)"
+    _text = (
+        "{type_name}: {message} (this exception could not be pickled, only its text was)"
+    )
 
 
 class WorkerDiedError(HeadraceError, RuntimeError):
@@ -366,7 +370,9 @@ class MissingExtraError(HeadraceError, ImportError):
     What to do: run the command in the message, in the environment of this Python.
     """
 
-    _text = "{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'"
+    _text = (
+        "{what} needs {package}, which is not installed: pip install 'headrace[{extra}]'"
+    )
 
 
 class CacheFolderError(HeadraceError, PermissionError):
@@ -438,9 +444,14 @@ class ShardError(HeadraceError, ValueError):
             "member": None if member is None else repr(member),
             "offset": offset,
         }
-        where = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+        where = ", ".join(
+            f"{name} {value}" for name, value in named.items() if value is not None
+        )
         super().__init__(
-            f"{what} ({where})" if where else what, shard=shard, member=member, offset=offset
+            f"{what} ({where})" if where else what,
+            shard=shard,
+            member=member,
+            offset=offset,
         )
 
 
@@ -491,7 +502,12 @@ class StoreError(HeadraceError, OSError):
     status: int | None = None
 
     def __init__(
-        self, message: str, *, url: str | None = None, elapsed: float | None = None, **fields: Any
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        elapsed: float | None = None,
+        **fields: Any,
     ) -> None:
         if url is not None:
             attempts = fields.setdefault("attempts", 1)

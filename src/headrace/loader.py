@@ -17,15 +17,30 @@ from headrace._consumer.control import LoaderControl, trainers
 from headrace._consumer.epoch import AsyncBatchIterator, BatchIterator, LateIterator
 from headrace._device.streams import resolve
 from headrace._links.select import check_automatic, check_engines
-from headrace._order.samplers import RankSampler, SeededRandomSampler, check_mixed, own_sampler
+from headrace._order.samplers import (
+    RankSampler,
+    SeededRandomSampler,
+    check_mixed,
+    own_sampler,
+)
 from headrace._order.spec import LoaderSpec, TorchLoader
 from headrace._order.state import states_from_dict, states_to_dict
 from headrace._records.error_policy import error_policy
 from headrace._streams.kinds import DatasetKind, kind_of
 from headrace._streams.torch_views import torch_readable, unwrap, without_adapter
-from headrace._torchcompat.portable_collate import PortableCollate, same, without_transform
+from headrace._torchcompat.portable_collate import (
+    PortableCollate,
+    same,
+    without_transform,
+)
 from headrace.collate import default_collate
-from headrace.options import OPTIONS, LoaderOptions, Samples, checked_options, shown_in_signature
+from headrace.options import (
+    OPTIONS,
+    LoaderOptions,
+    Samples,
+    checked_options,
+    shown_in_signature,
+)
 from headrace.telemetry.counters import LoaderStats
 
 if TYPE_CHECKING:
@@ -287,7 +302,10 @@ class DataLoader(TorchLoader, Generic[T_co]):
         if not loses and spec.options["seed"] is None:
             return collate_fn  # a torch loader gives the same batches
         return PortableCollate(
-            collate_fn, transform, batched=self._auto_collation, warn=None if loses else same
+            collate_fn,
+            transform,
+            batched=self._auto_collation,
+            warn=None if loses else same,
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -381,7 +399,12 @@ class DataLoader(TorchLoader, Generic[T_co]):
         self._control.position.restore(self, states_from_dict(state_dict))
 
     def batch_at(
-        self, epoch: int, step: int, *, rank: int | None = None, world_size: int | None = None
+        self,
+        epoch: int,
+        step: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> T_co:
         """Compute the batch of any step, bit for bit.
 
@@ -433,7 +456,10 @@ class DataLoader(TorchLoader, Generic[T_co]):
         return rewind.samples_at(self, epoch, steps, rank, world_size)
 
     def exclude(
-        self, *, steps: Mapping[int, Iterable[int]] | None = None, keys: Iterable[Any] = ()
+        self,
+        *,
+        steps: Mapping[int, Iterable[int]] | None = None,
+        keys: Iterable[Any] = (),
     ) -> None:
         """Leave out samples from the next iteration on.
 

@@ -74,8 +74,12 @@ def _placement(name: str, value: object) -> object:
     return _one_of(*get_args(get_args(Placement)[0]))(name, value)
 
 
-def _integer(least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()) -> Check:
-    return lambda name, value: value if value in also else whole_number(name, value, least, most)
+def _integer(
+    least: int, most: float = math.inf, *, also: tuple[str | None, ...] = ()
+) -> Check:
+    return lambda name, value: (
+        value if value in also else whole_number(name, value, least, most)
+    )
 
 
 def _callable_or_none(name: str, value: object) -> object:
@@ -104,7 +108,8 @@ class LoaderOptions(TypedDict, total=False):
 
     # Fetching.
     concurrency: Annotated[
-        int | Literal["auto"], Option("auto", _integer(1, also=("auto",)), for_engine=True)
+        int | Literal["auto"],
+        Option("auto", _integer(1, also=("auto",)), for_engine=True),
     ]
     memory_budget: Annotated[
         int | None, Option(MEMORY_BUDGET, _integer(1, also=(None,)), for_engine=True)
@@ -117,9 +122,13 @@ class LoaderOptions(TypedDict, total=False):
     # Results.
     transform: Annotated[Callable[[Any], object] | None, Option(None, _callable_or_none)]
     on_error: Annotated[OnError, Option("raise", _on_error)]
-    seed: Annotated[int | None, Option(None, _integer(0, 2**63 - 1, also=(None,)), for_engine=True)]
+    seed: Annotated[
+        int | None, Option(None, _integer(0, 2**63 - 1, also=(None,)), for_engine=True)
+    ]
     # Device.
-    device: Annotated[torch.device | str | int | None, Option(None, lambda name, value: value)]
+    device: Annotated[
+        torch.device | str | int | None, Option(None, lambda name, value: value)
+    ]
     device_prefetch: Annotated[int, Option(2, _integer(0))]
     # Ranks.
     data_parallel: Annotated[DataParallel, Option(None, checked)]
@@ -139,7 +148,9 @@ class Indexed(Protocol):
     def __getitem__(self, index: Never, /) -> object: ...
 
 
-Samples: TypeAlias = Dataset[Any] | FetchedByIndex | AsyncIterable[Any] | Iterable[Any] | Indexed
+Samples: TypeAlias = (
+    Dataset[Any] | FetchedByIndex | AsyncIterable[Any] | Iterable[Any] | Indexed
+)
 
 
 _HINTS = get_type_hints(LoaderOptions, include_extras=True)
@@ -173,7 +184,8 @@ def checked_options(given: LoaderOptions) -> LoaderOptions:
 def engine_options(options: LoaderOptions) -> LoaderOptions:
     """Return the options for the engine."""
     return cast(
-        LoaderOptions, {name: value for name, value in options.items() if OPTIONS[name].for_engine}
+        LoaderOptions,
+        {name: value for name, value in options.items() if OPTIONS[name].for_engine},
     )
 
 

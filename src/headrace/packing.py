@@ -37,7 +37,12 @@ from headrace._shards.indexing import (
     with_heads,
 )
 from headrace._shards.tar import TarSamples
-from headrace._shards.writers import ParquetShardWriter, ShardWriter, TarWriter, TokenWriter
+from headrace._shards.writers import (
+    ParquetShardWriter,
+    ShardWriter,
+    TarWriter,
+    TokenWriter,
+)
 from headrace._store.listing import list_heads
 from headrace._store.store import Store, StoreLike, as_store
 from headrace._streams.blocking import background_loop
@@ -157,7 +162,9 @@ def pack(
     options.setdefault("seed", 0)
     source, functions = plan(dataset)
     transform = options.get("transform")
-    tables = format == "parquet" and transform is None and isinstance(dataset, TableDataset)
+    tables = (
+        format == "parquet" and transform is None and isinstance(dataset, TableDataset)
+    )
     if tables and len(dataset._schemas) == 1:
         dataset = source = copy.copy(dataset)
         dataset.gives_tables = True
@@ -313,7 +320,11 @@ def _upload(store: Store, writer: ShardWriter, numbers: range) -> _Json:
     Runs on an upload thread.
     """
     loop, path, name = background_loop(), writer.path, f"{numbers.start:012d}"
-    record: _Json = {"first": numbers.start, "stop": numbers.stop, "samples": writer.samples}
+    record: _Json = {
+        "first": numbers.start,
+        "stop": numbers.stop,
+        "samples": writer.samples,
+    }
     if writer.samples:
         key = name + writer.suffix
         with path.open("rb") as file:
@@ -329,7 +340,9 @@ def _upload(store: Store, writer: ShardWriter, numbers: range) -> _Json:
             data: Any = np.memmap(path, np.uint8, "r")
             decoder.feed(data)
             decoder.finish()
-            loop.run(store.put(part_key(Shard(store, NAME), shard, _INDEXING), decoder.index()))
+            loop.run(
+                store.put(part_key(Shard(store, NAME), shard, _INDEXING), decoder.index())
+            )
     path.unlink()
     loop.run(store.put(_record(numbers.start), json.dumps(record).encode()))
     return record
@@ -392,7 +405,9 @@ class pack_results:
         samples_per_shard: int = 16_384,
     ) -> None:
         if loader.batch_size is None or not loader.in_order:
-            raise ValueError("pack_results needs a loader with batch_size= and in_order=True")
+            raise ValueError(
+                "pack_results needs a loader with batch_size= and in_order=True"
+            )
         self._loader, self._store, self._schema = loader, as_store(store), schema
         self._size = samples_per_shard
         self._steps = 0  # number of batches with results
@@ -407,7 +422,9 @@ class pack_results:
         }
         rank = rank_among(spec.options["data_parallel"])
         _, left = _begin(store, rank, arguments, lambda: size)
-        batches = [batch for numbers in left for batch in _batches(numbers, loader.batch_size)]
+        batches = [
+            batch for numbers in left for batch in _batches(numbers, loader.batch_size)
+        ]
         loader.__dict__["batch_sampler"] = batches  # torch forbids to set the attribute
         self._left = deque(left)  # samples of the present shard and of later shards
         self._temporary = tempfile.TemporaryDirectory(prefix="headrace-pack-")

@@ -166,7 +166,8 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         max_tokens: int,
         *,
         cost: Callable[[AnyArray], AnyArray] | None = None,
-        limits: Mapping[str, tuple[NDArray[np.integer] | Sequence[int], int]] | None = None,
+        limits: Mapping[str, tuple[NDArray[np.integer] | Sequence[int], int]]
+        | None = None,
         seed: int = 0,
         window: int = 32_768,
         rank: int | None = None,
@@ -181,7 +182,9 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         self._lengths = np.asarray(lengths)
         self._limits = [Limit("tokens", self._lengths, self.max_tokens)]
         for name, (amounts, most) in (limits or {}).items():
-            self._limits.append(Limit(name, np.asarray(amounts), whole_number(name, most, 1)))
+            self._limits.append(
+                Limit(name, np.asarray(amounts), whole_number(name, most, 1))
+            )
         for limit in self._limits:
             shape, kind = limit.amounts.shape, limit.amounts.dtype
             if shape != (self._lengths.size or 1,) or kind.kind not in "iu":
@@ -236,7 +239,9 @@ class BalancedBatchSampler(DistributedSampler[Any]):
         # The first `next()` takes the restored position. Torch's loader calls iter() twice for an
         # epoch, and draws from a single iterator.
         cursor, self._restored = self._restored or Cursor(), None
-        batches = balanced_batches(self._limits, self._cost, self.window, self.seed, epoch, cursor)
+        batches = balanced_batches(
+            self._limits, self._cost, self.window, self.seed, epoch, cursor
+        )
         for batch, after in batches_of_rank(batches, shard):
             self._position = epoch, after
             yield batch
@@ -317,10 +322,15 @@ def fit_cost(loader: Any) -> quadratic:
     """
     sampler, records = loader.batch_sampler, loader._control.counters.records(512)
     if not isinstance(sampler, BalancedBatchSampler) or len(records) < 10:
-        raise ValueError("fit_cost() needs 10 steps of a loader with a BalancedBatchSampler")
+        raise ValueError(
+            "fit_cost() needs 10 steps of a loader with a BalancedBatchSampler"
+        )
     begun = loader._control.position.progress.begun
     ranks = begun.run.ranks
-    seconds = {now.number: then.called - now.returned for now, then in itertools.pairwise(records)}
+    seconds = {
+        now.number: then.called - now.returned
+        for now, then in itertools.pairwise(records)
+    }
     whole = copy.copy(sampler)
     whole._ranks = RankChoice(0, 1)  # the batches of all ranks, in turn
     whole.load_state_dict(begun.sampler)

@@ -58,7 +58,11 @@ def same(left: object, right: object) -> bool:
             and all(same(left[k], right[k]) for k in left)
         )
     if isinstance(left, tuple | list):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+        return (
+            type(left) is type(right)
+            and len(left) == len(right)
+            and all(map(same, left, right))
+        )
     return bool(left == right)
 
 
@@ -81,7 +85,9 @@ class _Contract:
         import pytest  # not needed to import headrace.testing
 
         if not hasattr(dataset, method):
-            pytest.skip(f"the dataset has no {method}; headrace's loader does not need it")
+            pytest.skip(
+                f"the dataset has no {method}; headrace's loader does not need it"
+            )
 
 
 class DatasetContract(_Contract):
@@ -101,7 +107,9 @@ class DatasetContract(_Contract):
         """
         dataset = self.make_dataset()
         length = len(dataset)
-        assert length > 0, "make_dataset() gave an empty dataset; the contract needs a sample"
+        assert length > 0, (
+            "make_dataset() gave an empty dataset; the contract needs a sample"
+        )
         _run(dataset.aget(0))
         assert len(dataset) == length, (
             f"the length changed from {length} to {len(dataset)} after a fetch"
@@ -113,7 +121,9 @@ class DatasetContract(_Contract):
         Resumed epochs and retries fetch samples again.
         """
         dataset = self.make_dataset()
-        self._assert_same_samples(dataset, lambda index: _run(dataset.aget(index)), "another aget")
+        self._assert_same_samples(
+            dataset, lambda index: _run(dataset.aget(index)), "another aget"
+        )
 
     def test_indexing_equals_aget(self) -> None:
         """Synchronous indexing gives the same samples as `aget`.
@@ -149,7 +159,9 @@ class DatasetContract(_Contract):
         assert len(copy) == len(dataset), (
             f"the copy has {len(copy)} samples, the original {len(dataset)}"
         )
-        self._assert_same_samples(dataset, lambda index: _run(copy.aget(index)), "a pickled copy")
+        self._assert_same_samples(
+            dataset, lambda index: _run(copy.aget(index)), "a pickled copy"
+        )
 
     def test_concurrent_fetches_are_independent(self) -> None:
         """Concurrent fetches give the same samples as single fetches.
@@ -165,7 +177,9 @@ class DatasetContract(_Contract):
             return await asyncio.gather(*(dataset.aget(index) for index in many))
 
         together = zip(many, _run(fetch()), strict=True)
-        wrong = [index for index, sample in together if not self.equal(sample, alone[index])]
+        wrong = [
+            index for index, sample in together if not self.equal(sample, alone[index])
+        ]
         assert not wrong, f"concurrent fetches gave other samples for the indices {wrong}"
 
     def test_index_past_the_end_raises(self) -> None:
@@ -179,9 +193,13 @@ class DatasetContract(_Contract):
             sample = _run(dataset.aget(len(dataset)))
         except LookupError:
             return
-        raise AssertionError(f"aget({len(dataset)}) gave {sample!r} instead of an IndexError")
+        raise AssertionError(
+            f"aget({len(dataset)}) gave {sample!r} instead of an IndexError"
+        )
 
-    def _assert_same_samples(self, dataset: Any, fetch: Callable[[int], Any], which: str) -> None:
+    def _assert_same_samples(
+        self, dataset: Any, fetch: Callable[[int], Any], which: str
+    ) -> None:
         for index in self.indices(dataset):
             alone, sample = _run(dataset.aget(index)), fetch(index)
             assert self.equal(sample, alone), (
@@ -232,7 +250,9 @@ class StreamContract(_Contract):
         """
         dataset = self.make_dataset()
         self._skip_without(dataset, "__iter__")
-        self._assert_same_stream(_run(_collect(dataset)), list(dataset), "synchronous iteration")
+        self._assert_same_stream(
+            _run(_collect(dataset)), list(dataset), "synchronous iteration"
+        )
 
     def test_pickled_copy_gives_same_stream(self) -> None:
         """A pickled copy of the stream gives the same samples.
@@ -241,9 +261,13 @@ class StreamContract(_Contract):
         """
         dataset = self.make_dataset()
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))
-        self._assert_same_stream(_run(_collect(dataset)), _run(_collect(copy)), "the copy")
+        self._assert_same_stream(
+            _run(_collect(dataset)), _run(_collect(copy)), "the copy"
+        )
 
-    def _assert_same_stream(self, expected: list[object], stream: list[object], which: str) -> None:
+    def _assert_same_stream(
+        self, expected: list[object], stream: list[object], which: str
+    ) -> None:
         assert len(stream) == len(expected), (
             f"{which} gave {len(stream)} samples, {len(expected)} were expected"
         )

@@ -29,9 +29,7 @@ AZURITE_FOLDER = Path(os.environ["HEADRACE_TEST_TOOLS"]) / "azurite"
 
 # Azurite's own well-known account; it guards nothing.
 ACCOUNT = "devstoreaccount1"
-ACCOUNT_KEY = (
-    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-)
+ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 # One worker process that reads files as they are; PUT, so that an index can be stored beside its
 # shard.
@@ -72,7 +70,9 @@ class Place:
     def store(self, folder=""):
         """The store, or a directory of it."""
         return Store(
-            f"{self.url}/{folder}" if folder and "backend" not in self.options else self.url,
+            f"{self.url}/{folder}"
+            if folder and "backend" not in self.options
+            else self.url,
             **self.options,
         )
 
@@ -103,12 +103,19 @@ def moto_bucket(name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     server.start()
     try:
         _, port = server.get_host_and_port()
-        access = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing-secret"}
+        access = {
+            "aws_access_key_id": "testing",
+            "aws_secret_access_key": "testing-secret",
+        }
         endpoint = f"http://127.0.0.1:{port}"
         config = Config(max_pool_connections=8)
         with contextlib.closing(
             boto3.client(
-                "s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **access
+                "s3",
+                endpoint_url=endpoint,
+                region_name="us-east-1",
+                config=config,
+                **access,
             )
         ) as client:
             client.create_bucket(Bucket=name)
@@ -146,11 +153,14 @@ def azurite(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
         "--disableTelemetry",
     ]
     command.append("--silent")  # no line for each request
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             listening = next(
-                (line for line in process.stdout if "successfully listens on" in line), None
+                (line for line in process.stdout if "successfully listens on" in line),
+                None,
             )
             assert listening is not None, f"azurite ended with status {process.wait()}"
             port = int(listening.rpartition(":")[2])
@@ -187,7 +197,9 @@ def nginx(objects: Mapping[str, bytes], folder: Path) -> Iterator[Place]:
     # folders.
     user = "user root;" if os.getuid() == 0 else ""
     (folder / "conf").write_text(NGINX.format(folder=folder, port=port, user=user))
-    with subprocess.Popen([program, "-c", folder / "conf", "-e", folder / "error.log"]) as process:
+    with subprocess.Popen(
+        [program, "-c", folder / "conf", "-e", folder / "error.log"]
+    ) as process:
         try:
             while True:
                 assert process.poll() is None, (folder / "error.log").read_text()
@@ -234,7 +246,9 @@ def fill(store: Any, objects: Mapping[str, bytes]) -> None:
 
 def _azurite_program() -> str:
     installed = AZURITE_FOLDER / "node_modules" / ".bin" / "azurite-blob"
-    program = shutil.which("azurite-blob") or (str(installed) if installed.exists() else None)
+    program = shutil.which("azurite-blob") or (
+        str(installed) if installed.exists() else None
+    )
     if program is None or shutil.which("node") is None:
         pytest.skip("needs azurite (make azurite, where there is npm)")
     return program
@@ -243,12 +257,19 @@ def _azurite_program() -> str:
 def _make_container(port: int, name: str) -> None:
     """PUT a container, which obstore cannot create. Signed by Azure's *Authorize with Shared Key*."""
     path = f"/{ACCOUNT}/{name}"
-    headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
+    headers = {
+        "x-ms-date": email.utils.formatdate(usegmt=True),
+        "x-ms-version": "2023-11-03",
+    }
     signed = (
-        "PUT" + "\n" * 12 + "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
+        "PUT"
+        + "\n" * 12
+        + "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
     )
     signed += f"/{ACCOUNT}{path}\nrestype:container"
-    digest = hmac.new(base64.b64decode(ACCOUNT_KEY), signed.encode(), hashlib.sha256).digest()
+    digest = hmac.new(
+        base64.b64decode(ACCOUNT_KEY), signed.encode(), hashlib.sha256
+    ).digest()
     headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
     connection = http.client.HTTPConnection("127.0.0.1", port)
     try:

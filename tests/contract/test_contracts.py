@@ -17,7 +17,9 @@ from tests.unit.streams.reading import Plain
 @pytest.fixture(scope="module")
 def object_server():
     """A server with a dozen objects that no test changes."""
-    with ObjectServer({f"train/{i:02}.bin": bytes([i]) * 100 * i for i in range(12)}) as server:
+    with ObjectServer(
+        {f"train/{i:02}.bin": bytes([i]) * 100 * i for i in range(12)}
+    ) as server:
         yield server
 
 
@@ -29,7 +31,8 @@ class TestCachedDataset(DatasetContract):
 
     def make_dataset(self):
         dataset = ObjectDataset(
-            Store(self.server.url + "/train", options=self.server.store_options), labels=len
+            Store(self.server.url + "/train", options=self.server.store_options),
+            labels=len,
         )
         return dataset.cache(self.folder)
 

@@ -48,9 +48,13 @@ def read(dataset, **options):
 def test_tar_shards_are_read_from_http_server(folder, url, is_indexed):
     shards = f"{url}/{{0..1}}.tar"
     dataset = (
-        hr.TarDataset.index(shards) if is_indexed else hr.TarDataset(shards, chunk_bytes=500_000)
+        hr.TarDataset.index(shards)
+        if is_indexed
+        else hr.TarDataset(shards, chunk_bytes=500_000)
     )
-    samples = read(dataset, batch_size=10, num_workers=int(not is_indexed), shuffle=is_indexed)
+    samples = read(
+        dataset, batch_size=10, num_workers=int(not is_indexed), shuffle=is_indexed
+    )
     assert {sample["__key__"]: sample["bin"] for sample in samples} == {
         path.stem: path.read_bytes() for path in folder.glob("*.bin")
     }

@@ -7,7 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from headrace import DataLoader, FileDataset, LinesDataset, ObjectDataset, TarDataset, TokenDataset
+from headrace import (
+    DataLoader,
+    FileDataset,
+    LinesDataset,
+    ObjectDataset,
+    TarDataset,
+    TokenDataset,
+)
 from headrace.errors import NotPicklableError, StoreError
 from headrace.testing import DatasetContract, StreamContract
 from tests.contract.places import PLACES, files
@@ -39,7 +46,9 @@ TARS = {
     )
     for number, count in enumerate((7, 5, 8))
 }
-SAMPLES = [f"{number}-{i}" for number, count in enumerate((7, 5, 8)) for i in range(count)]
+SAMPLES = [
+    f"{number}-{i}" for number, count in enumerate((7, 5, 8)) for i in range(count)
+]
 ROWS = [{"row": i, "text": "é" * i} for i in range(40)]
 LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -107,13 +116,18 @@ class TestObjectDataset(Map):
 
 class TestIndexedTarDataset(Map):
     def make_dataset(self):
-        return TarDataset.index(at(self.place, "tars/{0..2}.tar"), store=self.place.store())
+        return TarDataset.index(
+            at(self.place, "tars/{0..2}.tar"), store=self.place.store()
+        )
 
 
 class TestWindowDataset(Map):
     def make_dataset(self):
         return TokenDataset(
-            at(self.place, "tokens/{0..1}.bin"), seq_len=50, stride=49, store=self.place.store()
+            at(self.place, "tokens/{0..1}.bin"),
+            seq_len=50,
+            stride=49,
+            store=self.place.store(),
         )
 
 
@@ -150,7 +164,9 @@ class TestFileDataset(DatasetContract):
 def epoch(dataset, **more):
     """The samples of an epoch by key; each must be delivered once."""
     with DataLoader(dataset, batch_size=4, collate_fn=list, **more) as loader:
-        samples = [(sample.key, bytes(sample.data)) for batch in loader for sample in batch]
+        samples = [
+            (sample.key, bytes(sample.data)) for batch in loader for sample in batch
+        ]
     assert len(dict(samples)) == len(samples), "a sample came twice"
     return dict(samples)
 

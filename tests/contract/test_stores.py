@@ -43,7 +43,9 @@ PASSWORD = "canary-of-a-password"
 def bare_environment(monkeypatch, tmp_path):
     """Remove the variables and files of this machine that configure stores."""
     for name in list(os.environ):
-        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith("_proxy"):
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) or name.lower().endswith(
+            "_proxy"
+        ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -112,7 +114,10 @@ def test_bucket_is_configured_by_the_environment_alone(monkeypatch, bucket, work
     for name, value in variables_of(bucket).items():
         monkeypatch.setenv(name, value)
     with DataLoader(
-        ObjectDataset("s3://holidays/train"), batch_size=3, num_workers=workers, collate_fn=list
+        ObjectDataset("s3://holidays/train"),
+        batch_size=3,
+        num_workers=workers,
+        collate_fn=list,
     ) as loader:
         (batch,) = loader
     assert [bytes(sample.data) for sample in batch] == [b"0", b"1", b"2"]
@@ -130,9 +135,7 @@ def test_requests_are_unsigned_with_aws_skip_signature(monkeypatch, recorder):
 
 def write_profiles(folder):
     text = "[default]\naws_access_key_id = AKIADEFAULT\naws_secret_access_key = canary-default\n"
-    text += (
-        "[research]\naws_access_key_id = AKIARESEARCH\naws_secret_access_key = canary-research\n"
-    )
+    text += "[research]\naws_access_key_id = AKIARESEARCH\naws_secret_access_key = canary-research\n"
     (folder / "credentials").write_text(text)
     process = '{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "canary-process"}'
     (folder / "process.json").write_text(process)
@@ -141,7 +144,9 @@ def write_profiles(folder):
     (folder / "config").write_text(text)
 
 
-def test_profiles_and_providers_give_credentials_and_region(monkeypatch, tmp_path, recorder):
+def test_profiles_and_providers_give_credentials_and_region(
+    monkeypatch, tmp_path, recorder
+):
     def provide():
         return {
             "access_key_id": "AKIAPROVIDED",
@@ -187,7 +192,9 @@ def test_profile_without_boto3_is_an_error_with_the_package_to_install(monkeypat
         ObjectDataset("s3://photos", keys=["a"])[0]
 
 
-def test_profile_of_the_environment_is_not_read_beside_other_credentials(monkeypatch, recorder):
+def test_profile_of_the_environment_is_not_read_beside_other_credentials(
+    monkeypatch, recorder
+):
     monkeypatch.setenv("AWS_PROFILE", "missing")
     assert read_from(recorder, skip_signature="true") == ""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
@@ -198,7 +205,9 @@ def test_profile_of_the_environment_is_not_read_beside_other_credentials(monkeyp
 def test_error_of_missing_credentials_says_how_to_name_a_profile(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         metadata = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr("headrace._store.store.CREDENTIAL_HOST", metadata.removeprefix("http://"))
+    monkeypatch.setattr(
+        "headrace._store.store.CREDENTIAL_HOST", metadata.removeprefix("http://")
+    )
     error = failure_of("s3://photos", region="us-east-1", metadata_endpoint=metadata)
     assert "No credentials were given" in str(error)
     assert "AWS_PROFILE" in str(error)
@@ -218,9 +227,13 @@ def test_error_of_a_refused_connection_names_the_address(refused_port):
 
 
 def test_error_of_an_unresolved_host_name_says_so():
-    error = failure_of("s3://photos", endpoint="https://minio.invalid", skip_signature=True)
+    error = failure_of(
+        "s3://photos", endpoint="https://minio.invalid", skip_signature=True
+    )
     assert isinstance(error, StoreUnreachableError)
-    assert "no connection to the store: failed to lookup address information" in str(error)
+    assert "no connection to the store: failed to lookup address information" in str(
+        error
+    )
     assert "GET https://minio.invalid/photos/a" in str(error)
     assert error.attempts == 3
 
@@ -249,7 +262,9 @@ def test_missing_bucket_and_missing_key_are_different_errors(bucket):
 def test_object_with_content_encoding_is_not_decompressed(bucket):
     store = hr.Store("s3://holidays/packed", options=bucket)
     packed = gzip.compress(b"1\n2\n")
-    obstore.put(store.backend(), "a.jsonl.gz", packed, attributes={"Content-Encoding": "gzip"})
+    obstore.put(
+        store.backend(), "a.jsonl.gz", packed, attributes={"Content-Encoding": "gzip"}
+    )
     assert bytes(ObjectDataset(store)[0].data) == packed
     assert list(hr.LinesDataset("a.jsonl.gz", store=store)) == [1, 2]
 
@@ -257,7 +272,9 @@ def test_object_with_content_encoding_is_not_decompressed(bucket):
 def test_server_that_answers_404_to_a_listing_is_said_to_be_one_that_may_not_list():
     with answering(lambda request: request.send(404, b"", {})) as url:
         for make in (ObjectDataset, TarDataset):
-            with pytest.raises(EmptyListingError, match=r"list by WebDAV only: .* keys=\[\.\.\.\]"):
+            with pytest.raises(
+                EmptyListingError, match=r"list by WebDAV only: .* keys=\[\.\.\.\]"
+            ):
                 make(f"{url}/data")
 
 
@@ -281,7 +298,9 @@ def secure(authority):
     """A server with TLS, whose certificate is of a private authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
-    with answering(lambda request: request.send(200, b"secret", {"ETag": '"1"'}), context) as url:
+    with answering(
+        lambda request: request.send(200, b"secret", {"ETag": '"1"'}), context
+    ) as url:
         yield url
 
 
@@ -317,7 +336,9 @@ def test_what_is_no_place_is_an_error(tmp_path):
 # docs/stores.md
 
 PAGE = Path(hr.__file__).parents[2] / "docs" / "stores.md"
-BLOCKS = re.findall(r"<!-- (?:run: )?(\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+BLOCKS = re.findall(
+    r"<!-- (?:run: )?(\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+)
 SECRETS = {
     "key_id": "AKIATESTING",
     "secret": "testing-secret",
@@ -336,7 +357,17 @@ def run(code):
 
 def test_every_block_of_the_page_is_run_or_opened():
     kinds = [kind for kind, _ in BLOCKS]
-    assert set(kinds) == {"s3", "profile", "open", "gs", "az", "http", "path", "proxy", "tls"}
+    assert set(kinds) == {
+        "s3",
+        "profile",
+        "open",
+        "gs",
+        "az",
+        "http",
+        "path",
+        "proxy",
+        "tls",
+    }
     assert len(kinds) == PAGE.read_text().count("```python") - 1, (
         "all but the first, which only shows the form"
     )
@@ -366,11 +397,13 @@ def test_block_of_the_page_reads_an_object(request, monkeypatch, tmp_path, kind,
             (tmp_path / "a").write_bytes(b"0")
             code = code.replace("/data/train", str(tmp_path))
         elif kind == "tls":
-            request.getfixturevalue("authority").cert_pem.write_to_path(tmp_path / "ca.pem")
-            monkeypatch.chdir(tmp_path)
-            code = code.replace("https://host/train", request.getfixturevalue("secure")).replace(
-                "a.jpg", "a"
+            request.getfixturevalue("authority").cert_pem.write_to_path(
+                tmp_path / "ca.pem"
             )
+            monkeypatch.chdir(tmp_path)
+            code = code.replace(
+                "https://host/train", request.getfixturevalue("secure")
+            ).replace("a.jpg", "a")
             found = b"secret"
         else:
             url = request.getfixturevalue("recorder").url
@@ -391,4 +424,10 @@ def test_stores_without_a_test_server_can_be_opened(code):
     def opened(url, *, options):
         assert open_store(url, options, timeout=30.0)
 
-    exec(code, {"hr": SimpleNamespace(ObjectDataset=lambda store: None, Store=opened), **SECRETS})
+    exec(
+        code,
+        {
+            "hr": SimpleNamespace(ObjectDataset=lambda store: None, Store=opened),
+            **SECRETS,
+        },
+    )

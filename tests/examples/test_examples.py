@@ -20,7 +20,9 @@ INITDB = ("initdb", *map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")))
 IMPORT = "from headrace import DataLoader\n"
 ON_RANKS = "two_processes"
 TORCH_PROGRAMS = [
-    path for path in EXAMPLES if IMPORT in path.read_text() and not path.stem.endswith(ON_RANKS)
+    path
+    for path in EXAMPLES
+    if IMPORT in path.read_text() and not path.stem.endswith(ON_RANKS)
 ]
 
 

@@ -49,11 +49,15 @@ def job_with_a_free_port() -> int:
     shutil.which("shellcheck") is None, reason="needs shellcheck (Debian: shellcheck)"
 )
 def test_shellcheck_finds_nothing_in_the_slurm_script() -> None:
-    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["shellcheck", SCRIPT], capture_output=True, text=True, check=False
+    )
     assert not done.stdout
 
 
-def test_the_slurm_script_trains_on_all_samples_with_a_rank_for_each_task(tmp_path: Path) -> None:
+def test_the_slurm_script_trains_on_all_samples_with_a_rank_for_each_task(
+    tmp_path: Path,
+) -> None:
     programs, samples = tmp_path / "programs", tmp_path / "samples"
     programs.mkdir()
     samples.mkdir()
@@ -66,7 +70,11 @@ def test_the_slurm_script_trains_on_all_samples_with_a_rank_for_each_task(tmp_pa
             struct.pack("ff", number / SAMPLES, 3 * number / SAMPLES - 1)
         )
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("SLURM_")
+        },
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": str(job_with_a_free_port()),

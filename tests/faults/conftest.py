@@ -126,7 +126,10 @@ class Resident:
         self._stream = self._wire.makefile("rwb")
         with theirs, open(f"/proc/self/fd/{self._stderr.fileno()}", "ab") as stderr:
             self._process = self._forks.fork(
-                child.serve, stdout=1, stderr=stderr.fileno(), descriptors=[theirs.fileno()]
+                child.serve,
+                stdout=1,
+                stderr=stderr.fileno(),
+                descriptors=[theirs.fileno()],
             )
 
     def _end(self, clock: float) -> int:

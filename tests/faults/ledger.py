@@ -44,7 +44,9 @@ class Ledger:
         self.keys = keys
 
     def store(self, prefix="train", **more):
-        return hr.Store(f"{self.url}/{prefix}", **{"options": self.options, "retry": QUICK, **more})
+        return hr.Store(
+            f"{self.url}/{prefix}", **{"options": self.options, "retry": QUICK, **more}
+        )
 
     def objects(self, **more):
         """The dataset of the samples; `more` are options of its store."""
@@ -57,14 +59,17 @@ class Ledger:
             "placement": self.placement,
             **more,
         }
-        return hr.DataLoader(dataset, num_workers=int(self.placement == "process"), **arguments)
+        return hr.DataLoader(
+            dataset, num_workers=int(self.placement == "process"), **arguments
+        )
 
     def epoch(self, dataset, **more):
         """The delivered samples, counted, and the errors by index; together they must be all samples, once."""
         with self.loader(dataset, **more) as loader:
             delivered, errors = drain(loader)
         failures = {
-            int(re.search(r", index (\d+)", error.__notes__[-1])[1]): error for error in errors
+            int(re.search(r", index (\d+)", error.__notes__[-1])[1]): error
+            for error in errors
         }
         assert len(failures) == len(errors), "a sample was reported twice"
         planned = collections.Counter(range(len(dataset)))

@@ -13,7 +13,9 @@ from typing import Any
 from tests.forks import Forks
 
 
-def _run(program: Callable[..., None], arguments: tuple[Any, ...], descriptor: int) -> None:
+def _run(
+    program: Callable[..., None], arguments: tuple[Any, ...], descriptor: int
+) -> None:
     with Connection(descriptor) as wire:
         program(wire, *arguments)
 
@@ -27,7 +29,9 @@ class Peer:
         *arguments: its other arguments.
     """
 
-    def __init__(self, forks: Forks, program: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, forks: Forks, program: Callable[..., None], *arguments: Any
+    ) -> None:
         self._wire, theirs = multiprocessing.Pipe()
         with theirs:
             run = functools.partial(_run, program, arguments)
@@ -61,7 +65,9 @@ def started_together(
 ) -> Iterator[list[Peer]]:
     """Several processes that are all ready before each continues."""
     with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(Peer(forks, program, *arguments)) for _ in range(count)]
+        peers = [
+            stack.enter_context(Peer(forks, program, *arguments)) for _ in range(count)
+        ]
         for peer in peers:
             assert peer.receive() == "ready"
         yield peers

@@ -79,7 +79,9 @@ def read_all(dataset):
 
     async def read():
         session_stats.set(counts)
-        return await asyncio.gather(*(dataset.aget(index) for index in range(len(dataset))))
+        return await asyncio.gather(
+            *(dataset.aget(index) for index in range(len(dataset)))
+        )
 
     counts = RequestStats()
     return [bytes(sample.data) for sample in asyncio.run(read())], counts
@@ -115,9 +117,13 @@ def get(cache, name=NAME, data=DATA):
 
 
 def test_bytes_with_a_wrong_checksum_are_never_cached(server, folder):
-    sums = [f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)]
+    sums = [
+        f"sha256:{hashlib.sha256(body_of(number)).hexdigest()}" for number in range(8)
+    ]
     listed = objects(server)
-    cached = hr.ObjectDataset(listed._store, keys=listed.keys, checksums=sums).cache(folder)
+    cached = hr.ObjectDataset(listed._store, keys=listed.keys, checksums=sums).cache(
+        folder
+    )
     server.misbehave(Fault("flip", key="train/003", at=1000))
     with pytest.raises(hr.errors.ChecksumError, match="'003'"):
         asyncio.run(cached.aget(3))
@@ -185,7 +191,8 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(forks, folder
         # The newest first.
         for numbers in (range(caches.COUNT), reversed(range(caches.COUNT))):
             found = {
-                number: bytes(asyncio.run(caches.read_number(cache, number))) for number in numbers
+                number: bytes(asyncio.run(caches.read_number(cache, number)))
+                for number in numbers
             }
             joined = b"".join(found[number] for number in range(caches.COUNT))
             assert hashlib.sha256(joined).digest() == expected
@@ -198,7 +205,10 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(forks, folder
 
 
 def test_full_disk_loses_no_sample_and_warns_once(tmp_path):
-    with ObjectServer(contents(60)) as server, mounted(tmp_path / "disk", "size=600k") as disk:
+    with (
+        ObjectServer(contents(60)) as server,
+        mounted(tmp_path / "disk", "size=600k") as disk,
+    ):
         cached = objects(server).cache(disk / "cache")
         with pytest.warns(RuntimeWarning, match="disk is full") as caught:
             got = read_all(cached)[0]
@@ -210,7 +220,10 @@ def test_full_disk_loses_no_sample_and_warns_once(tmp_path):
         with warnings.catch_warnings():  # as errors: no sample is lost either
             warnings.simplefilter("error")
             expect(
-                objects(server).cache(disk / "cache", version="other"), hits=0, misses=60, count=60
+                objects(server).cache(disk / "cache", version="other"),
+                hits=0,
+                misses=60,
+                count=60,
             )
 
 
@@ -244,7 +257,9 @@ def test_log_is_copied_to_the_database_at_its_limit(folder, monkeypatch):
         return max(sizes)
 
     assert largest(50) < 400_000
-    with contextlib.closing(sqlite3.connect(database_of(folder), isolation_level=None)) as reader:
+    with contextlib.closing(
+        sqlite3.connect(database_of(folder), isolation_level=None)
+    ) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM entries").fetchall()
         assert largest(50) < 400_000  # nothing is written while a read does not end
@@ -276,7 +291,9 @@ PAGE = disk_cache.PAGE_SIZE
 # Of a database of eight entries: what is done, how many are lost, whether there is a warning.
 DAMAGES = {
     "bytes of entries": (
-        lambda path: execute(path.parent.parent, "UPDATE entries SET data = randomblob(6000)"),
+        lambda path: execute(
+            path.parent.parent, "UPDATE entries SET data = randomblob(6000)"
+        ),
         8,
         False,
     ),
@@ -284,7 +301,11 @@ DAMAGES = {
     "not a database": (lambda path: path.write_bytes(os.urandom(50_000)), 8, True),
     "deleted": (lambda path: path.unlink(), 8, False),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), 8, True),
-    "a link": (lambda path: (path.rename(f"{path}2"), path.symlink_to(f"{path}2")), 8, True),
+    "a link": (
+        lambda path: (path.rename(f"{path}2"), path.symlink_to(f"{path}2")),
+        8,
+        True,
+    ),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), 8, True),
     "of another library": (of_another_library, 8, True),
     "of another version": (lambda path: path.parent.rename(f"{path.parent}0"), 8, False),
@@ -351,7 +372,14 @@ def test_folder_deleted_while_in_use_is_created_again(server, folder):
 
 
 def test_each_process_reads_what_others_have_fetched(forks, server, folder):
-    arguments = forks, caches.read_objects, 3, store_of(server, "train"), str(folder), contents(8)
+    arguments = (
+        forks,
+        caches.read_objects,
+        3,
+        store_of(server, "train"),
+        str(folder),
+        contents(8),
+    )
     with started_together(*arguments) as peers:
         first = [*map(sum, zip(*results(peers), strict=True))]
     assert len(server.seen()) == first[1] <= 24
@@ -403,7 +431,9 @@ def test_urls_with_the_same_basename_have_different_entries(folder):
         ]
         for _ in range(2):
             for salt, dataset in enumerate(datasets):
-                assert read_all(dataset)[0] == [body_of(number, salt) for number in range(4)]
+                assert read_all(dataset)[0] == [
+                    body_of(number, salt) for number in range(4)
+                ]
     assert entries_in(folder) == 12
 
 
@@ -415,7 +445,9 @@ def test_overwritten_objects_and_other_versions_are_fetched(folder):
         got, counts = read_all(objects(server).cache(folder))
         assert got[4] == body_of(4, salt=9)
         assert (counts.cache_hits, counts.cache_misses) == (7, 1)
-        assert read_all(objects(server).cache(folder, version="second"))[1].cache_misses == 8
+        assert (
+            read_all(objects(server).cache(folder, version="second"))[1].cache_misses == 8
+        )
 
 
 # Other users
@@ -485,12 +517,14 @@ def test_read_cancelled_at_any_point_leaves_a_cache_that_works(tmp_path):
         await read()
         session_stats.set(counts)
         await read()
-        assert counts.cache_hits == 1, f"cancelled after {step} turns, and nothing is cached"
+        assert counts.cache_hits == 1, (
+            f"cancelled after {step} turns, and nothing is cached"
+        )
         return ended
 
-    assert any(asyncio.run(cancelled_at(step, tmp_path / str(step))) for step in range(200)), (
-        "it never ended"
-    )
+    assert any(
+        asyncio.run(cancelled_at(step, tmp_path / str(step))) for step in range(200)
+    ), "it never ended"
 
 
 def test_fork_opens_the_database_for_itself(folder):
@@ -516,10 +550,16 @@ def test_loaders_of_a_cached_dataset_leave_nothing(case, tmp_path):
             dataset = hr.ObjectDataset(store).cache(folder)
             for placement in ("thread", "process"):
                 with hr.DataLoader(
-                    dataset, batch_size=4, collate_fn=len, placement=placement, num_workers=1
+                    dataset,
+                    batch_size=4,
+                    collate_fn=len,
+                    placement=placement,
+                    num_workers=1,
                 ) as loader:
                     assert sum(loader) == 30
-            with hr.DataLoader(dataset, batch_size=4, collate_fn=len, placement="thread") as loader:
+            with hr.DataLoader(
+                dataset, batch_size=4, collate_fn=len, placement="thread"
+            ) as loader:
                 next(iter(loader))
 
         case(program, within=5.0)

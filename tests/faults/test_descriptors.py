@@ -91,7 +91,9 @@ def test_each_failing_open_is_at_most_one_error(case: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["thread", "process", "torch dataset"])
-def test_any_number_of_free_descriptors_is_enough_or_reported(case: Any, where: str) -> None:
+def test_any_number_of_free_descriptors_is_enough_or_reported(
+    case: Any, where: str
+) -> None:
     case(lambda: until_one_is_whole(where, free_descriptors, FEW))
 
 
@@ -113,11 +115,15 @@ def test_worker_that_cannot_be_replaced_is_an_error_of_its_epoch(where: str) -> 
         iterator = iter(loader)
         assert next(iterator)[0, 0] == 0
         own = where == "thread"
-        (worker,) = workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
+        (worker,) = (
+            workers() if own else [pid for pid in workers() if pid != sidecar(loader)]
+        )
         with free_descriptors(0, os.getpid() if own else sidecar(loader)):
             kill(worker)
             with pytest.raises(hr.errors.WorkerDiedError, match=r"ulimit -n") as caught:
                 collections.deque(iterator, maxlen=0)
         assert "worker 0" in str(caught.value), caught.value
-        assert "cannot be started: no file descriptor is left" in str(caught.value), caught.value
+        assert "cannot be started: no file descriptor is left" in str(caught.value), (
+            caught.value
+        )
         assert [int(batch[0, 0]) for batch in loader] == [0, 4, 8, 12, 16, 20]

@@ -89,7 +89,9 @@ def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its
             os._exit(0)
         os.setsid()
         assert helper() is None
-        os.write(write, str([batch.tolist() for batch in made] == [[0, 1], [2, 3]]).encode())
+        os.write(
+            write, str([batch.tolist() for batch in made] == [[0, 1], [2, 3]]).encode()
+        )
 
     right, pid = printed(run(program))
     assert right == "True"
@@ -102,7 +104,9 @@ def test_a_daemon_that_was_forked_after_the_loader_was_made_has_a_process_of_its
 
 
 @pytest.mark.parametrize("how", ["blocks", "ignores"])
-def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_workers(how, run):
+def test_signals_that_a_launcher_blocks_or_ignores_do_not_delay_the_end_of_workers(
+    how, run
+):
     def program():
         supervisor.WORK_DEADLINE = 1000.0  # the loader gives up before, with a warning
         if how == "blocks":

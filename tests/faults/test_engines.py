@@ -50,7 +50,9 @@ def noisy(sample: Any) -> torch.Tensor:
 
 
 def by_index(**options: Any) -> hr.DataLoader:
-    return hr.DataLoader(Slow(360, 0.001), 4, shuffle=True, seed=7, transform=noisy, **options)
+    return hr.DataLoader(
+        Slow(360, 0.001), 4, shuffle=True, seed=7, transform=noisy, **options
+    )
 
 
 # 1: a batch of each engine at a time.
@@ -68,7 +70,10 @@ def test_order_and_bytes_survive_random_kills(memory_budget: int | None) -> None
         ignored_deaths(),
     ):
         for _ in range(KILLS // 2):
-            moments = {draw.randrange(start, start + 30): [draw.randrange(3)] for start in (0, 40)}
+            moments = {
+                draw.randrange(start, start + 30): [draw.randrange(3)]
+                for start in (0, 40)
+            }
             assert digest(killing(loader, moments)) == digest(expected)
 
 
@@ -88,7 +93,9 @@ def test_engines_that_are_killed_are_replaced(
     kills: dict[int, list[int]], in_order: bool, memory_budget: int | None
 ) -> None:
     again = r"of 3 \(process .*\) was killed by SIGKILL: it is started again"
-    loader = hr.DataLoader(Slow(400), 4, engines=3, in_order=in_order, memory_budget=memory_budget)
+    loader = hr.DataLoader(
+        Slow(400), 4, engines=3, in_order=in_order, memory_budget=memory_budget
+    )
     with loader:
         with pytest.warns(RuntimeWarning, match=again):
             samples = samples_of(killing(loader, kills))
@@ -103,7 +110,9 @@ class DeadlyLine:
         self.line, self.paths = line, paths
 
     def __call__(self, line: Any) -> bool:
-        if int(line) == self.line and (not self.paths or any(map(first_call, self.paths))):
+        if int(line) == self.line and (
+            not self.paths or any(map(first_call, self.paths))
+        ):
             os._exit(3)
         return True
 
@@ -129,9 +138,7 @@ def test_sample_that_ends_one_engine_or_every_engine(tmp_path: Any) -> None:
     with ignored_deaths(), hr.DataLoader(Deadly(21), 4, engines=2) as loader:
         iterator = iter(loader)
         assert samples_of(next(iterator) for _ in range(5)) == list(range(20))
-        named = (
-            "2 engines have ended while they made batch 5 and nothing else: .* exited with code 3"
-        )
+        named = "2 engines have ended while they made batch 5 and nothing else: .* exited with code 3"
         with pytest.raises(hr.errors.WorkerDiedError, match=named):
             next(iterator)
         assert samples_of(iterator) == list(range(24, 64))

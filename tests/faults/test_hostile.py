@@ -99,7 +99,9 @@ def bombs():
         "1.npy": b"\x93NUMPY\x02\x00" + struct.pack("<I", 0xFFFFFFF0) + b"{" * 100,
         "zeros.txt.gz": gzip.compress(bytes(HUGE), 1),
         "member.tar.gz": gzip.compress(archive(("a.txt", 3), ("b.txt", HUGE)), 1),
-        "unused.tar.gz": gzip.compress(archive(("a.txt", 3), ("a.bin", HUGE), ("b.txt", 3)), 1),
+        "unused.tar.gz": gzip.compress(
+            archive(("a.txt", 3), ("a.bin", HUGE), ("b.txt", 3)), 1
+        ),
         "nested.jsonl": b"1\n" + b"[" * 1_000_000 + b"\n",
         "claims.tar": claiming(
             900 << 20
@@ -111,17 +113,23 @@ def bombs():
 
 @run_by("case", within=CLOSING)
 def test_what_unpacks_or_claims_to_be_without_end_is_refused_at_its_limit(bombs):
-    delivered, (error,), peak = read(hr.LinesDataset(f"{bombs}/zeros.txt.gz", line_limit=1 << 20))
+    delivered, (error,), peak = read(
+        hr.LinesDataset(f"{bombs}/zeros.txt.gz", line_limit=1 << 20)
+    )
     assert "line_limit" in str(error), error
     assert not delivered
     assert peak < PEAK_LIMIT
 
-    _, (error,), peak = read(hr.TarDataset(f"{bombs}/member.tar.gz", member_limit=1 << 20))
+    _, (error,), peak = read(
+        hr.TarDataset(f"{bombs}/member.tar.gz", member_limit=1 << 20)
+    )
     assert "member_limit" in str(error), error
     assert error.member == "b.txt", error
     assert peak < PEAK_LIMIT
 
-    delivered, errors, peak = read(hr.TarDataset(f"{bombs}/unused.tar.gz", fields=["txt"]))
+    delivered, errors, peak = read(
+        hr.TarDataset(f"{bombs}/unused.tar.gz", fields=["txt"])
+    )
     assert (delivered, errors) == (
         2,
         [],
@@ -170,11 +178,15 @@ def test_key_never_leads_out_of_its_prefix(case, tmp_path):
         def program() -> None:
             for store, key in itertools.product(stores, KEYS):
                 if store is stores[0] and key.startswith("/"):
-                    with pytest.raises(ValueError, match="is not under the URL of store="):
+                    with pytest.raises(
+                        ValueError, match="is not under the URL of store="
+                    ):
                         hr.ObjectDataset(store, keys=["a", key])
                     continue
                 dataset = hr.ObjectDataset(store, keys=["a", key])
-                with hr.DataLoader(dataset, sampler=[1], batch_size=1, collate_fn=len) as loader:
+                with hr.DataLoader(
+                    dataset, sampler=[1], batch_size=1, collate_fn=len
+                ) as loader:
                     delivered, (error,) = drain(loader)
                 assert not delivered, text_of(error)
                 given = f"index 1, key {key.lstrip('/')!r}"
@@ -189,7 +201,9 @@ def test_key_never_leads_out_of_its_prefix(case, tmp_path):
 
 def shown_by(dataset):
     """What two epochs show in which one sample fails, whose error is raised, or skipped."""
-    with hr.DataLoader(dataset, batch_size=1, collate_fn=lambda samples: torch.zeros(1)) as loader:
+    with hr.DataLoader(
+        dataset, batch_size=1, collate_fn=lambda samples: torch.zeros(1)
+    ) as loader:
         _, (error,) = drain(loader)
     with hr.DataLoader(dataset, batch_size=1, collate_fn=len, on_error="skip") as loader:
         with contextlib.suppress(hr.errors.TooManySkippedError):
@@ -215,7 +229,9 @@ def test_secrets_in_urls_headers_and_credentials_are_shown_nowhere(case):
         "a": b"a",
     }
     with ObjectServer({**objects, "denied": b""}) as server:
-        server.misbehave(Fault("status", key="denied", status=403, body="<Code>Denied</Code>"))
+        server.misbehave(
+            Fault("status", key="denied", status=403, body="<Code>Denied</Code>")
+        )
         url, s3, options = server.http_url, server.url, server.store_options
 
         def program() -> None:
@@ -233,10 +249,15 @@ def test_secrets_in_urls_headers_and_credentials_are_shown_nowhere(case):
                 "client_options": {**options["client_options"], **headers},
             }
             plain = hr.Store(secret, options={"client_options": headers})
-            queried = hr.Store(f"{secret}?sig=canary-query", options={"client_options": headers})
+            queried = hr.Store(
+                f"{secret}?sig=canary-query", options={"client_options": headers}
+            )
             shown = []
             for store in (queried, hr.Store(s3, options={**options, **signed})):
-                shown += [repr(store), *shown_by(hr.ObjectDataset(store, keys=["a", "denied"]))]
+                shown += [
+                    repr(store),
+                    *shown_by(hr.ObjectDataset(store, keys=["a", "denied"])),
+                ]
             for make, name in ((hr.TarDataset, "tar"), (hr.LinesDataset, "jsonl")):
                 for shard in ("0", "gone"):
                     dataset = make(f"{secret}/{shard}.{name}", store=plain)
@@ -245,7 +266,11 @@ def test_secrets_in_urls_headers_and_credentials_are_shown_nowhere(case):
                 with pytest.raises((hr.errors.ShardError, hr.StoreError)) as caught:
                     hr.TokenDataset(f"{secret}/{name}", seq_len=1, store=plain)
                 error = caught.value
-                shown += [str(error), repr(vars(error)), *traceback.format_exception(error)]
+                shown += [
+                    str(error),
+                    repr(vars(error)),
+                    *traceback.format_exception(error),
+                ]
             (sample,) = hr.TarDataset(f"{secret}/good.tar", store=plain)
             shown += [repr(sample), log.getvalue()]
             seen = [text for text in shown if "canary-" in text]

@@ -43,7 +43,9 @@ def tar(server):
 
 def loader_of(dataset, *, batch_size=20, **more):
     more = {"placement": "thread", "concurrency": 8, "retry": QUICK, **more}
-    return hr.DataLoader(dataset, batch_size=batch_size, num_workers=1, prefetch_factor=10, **more)
+    return hr.DataLoader(
+        dataset, batch_size=batch_size, num_workers=1, prefetch_factor=10, **more
+    )
 
 
 def epoch(dataset, **more):
@@ -54,7 +56,9 @@ def epoch(dataset, **more):
 
 
 def rows_of(numbers):
-    return [TOKENS[number * WINDOW : number * WINDOW + WINDOW].tolist() for number in numbers]
+    return [
+        TOKENS[number * WINDOW : number * WINDOW + WINDOW].tolist() for number in numbers
+    ]
 
 
 def counted(counts, *names):
@@ -109,7 +113,11 @@ def test_only_blocks_that_are_missing_or_damaged_are_fetched_each_once(server, f
     execute(folder, "UPDATE entries SET data = zeroblob(length(data)) WHERE id IN (2, 5)")
     rows, counts = epoch(Subset(windows(server).cache(folder), range(60)))
     assert rows == rows_of(range(60))
-    assert counted(counts, "hits", "misses", "damaged") == {"hits": 4, "misses": 2, "damaged": 2}
+    assert counted(counts, "hits", "misses", "damaged") == {
+        "hits": 4,
+        "misses": 2,
+        "damaged": 2,
+    }
     assert counts.requests <= 4
 
     cached = windows(server).cache(folder.with_name("third"))
@@ -131,7 +139,10 @@ def test_datasets_of_one_shard_share_blocks_and_a_replaced_shard_has_others(fold
             assert cached[index].tolist() == TOKENS[7 * index : 7 * index + 25].tolist()
         assert server.seen() == []
         server.put("0.bin", TOKENS[::-1].tobytes())
-        assert epoch(windows(server).cache(folder))[0] == TOKENS[::-1].reshape(-1, WINDOW).tolist()
+        assert (
+            epoch(windows(server).cache(folder))[0]
+            == TOKENS[::-1].reshape(-1, WINDOW).tolist()
+        )
         # The replaced version is still in the cache, and only there.
         assert cached[1].tolist() == TOKENS[7:32].tolist()
         with pytest.raises(hr.errors.ObjectChangedError):
@@ -167,12 +178,16 @@ def test_damaged_member_is_read_again_without_its_neighbours(server, folder):
     # Together; the member; its blocks.
     assert len(server.seen()) == 3
     server.misbehave()
-    with loader_of(pickle.loads(pickle.dumps(cached)), batch_size=64, collate_fn=list) as loader:
+    with loader_of(
+        pickle.loads(pickle.dumps(cached)), batch_size=64, collate_fn=list
+    ) as loader:
         assert next(iter(loader)) == samples
     assert server.seen() == []
 
 
-def test_samples_of_a_failed_joined_read_are_fetched_one_by_one_and_cached(server, folder):
+def test_samples_of_a_failed_joined_read_are_fetched_one_by_one_and_cached(
+    server, folder
+):
     cached = windows(server).cache(folder)
     server.misbehave(Fault("status", key="0.bin", status=403, times=1))
     rows, counts = epoch(Subset(cached, range(20)))
@@ -181,7 +196,9 @@ def test_samples_of_a_failed_joined_read_are_fetched_one_by_one_and_cached(serve
     assert entries_in(folder) == 2
 
 
-def test_store_that_refuses_is_reported_for_each_sample_and_nothing_is_cached(server, folder):
+def test_store_that_refuses_is_reported_for_each_sample_and_nothing_is_cached(
+    server, folder
+):
     cached = windows(server).cache(folder)
     server.misbehave(Fault("status", key="0.bin", status=403))
     with loader_of(Subset(cached, range(20)), on_error="skip", batch_size=5) as loader:

@@ -41,7 +41,9 @@ pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="reads /proc")
 def test_watch_reports_leaked_descriptors_threads_and_processes() -> None:
     leaks = {
         "a descriptor": lambda: os.dup(1),
-        "a thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
+        "a thread": lambda: threading.Thread(
+            target=threading.Event().wait, daemon=True
+        ).start(),
         "a process": lambda: kept.append(subprocess.Popen(["sleep", "60"])),
     }
     kept = []
@@ -74,7 +76,11 @@ def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently
 
         os.environ["PYTHONWARNINGS"] = "default"  # for the processes that it starts
         loader = hr.DataLoader(
-            Slow(100_000), 4, num_workers=num_workers, transform=negate, placement=placement
+            Slow(100_000),
+            4,
+            num_workers=num_workers,
+            transform=negate,
+            placement=placement,
         )
         __main__.loader = loader
         first_batch = threading.Event()
@@ -94,7 +100,9 @@ def test_interpreter_exit_while_a_daemon_thread_iterates_loses_no_batch_silently
         for line in done.stderr.splitlines()
         if "Error" in line and not line.startswith("headrace: ")
     ]
-    assert all(line.startswith("headrace.errors.LoaderClosedError") for line in errors), done.stderr
+    assert all(line.startswith("headrace.errors.LoaderClosedError") for line in errors), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("engine_loop", ["uvloop", "asyncio"])
@@ -176,11 +184,14 @@ class Iterating:
 
 
 def notes(folder, ending):
-    return sorted(name.removesuffix(ending) for name in os.listdir(folder) if name.endswith(ending))
+    return sorted(
+        name.removesuffix(ending) for name in os.listdir(folder) if name.endswith(ending)
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "placement"), [(Stream, "process"), (Nested, "thread"), (WithoutAclose, "process")]
+    ("kind", "placement"),
+    [(Stream, "process"), (Nested, "thread"), (WithoutAclose, "process")],
 )
 @run_by("case")
 def test_generators_of_a_stream_are_closed_when_another_thread_closes_the_loader(
@@ -232,7 +243,9 @@ def test_interpreter_exit_in_mid_epoch_closes_resources_and_ends_all_processes(
     def program() -> None:
         import __main__
 
-        __main__.loader = hr.DataLoader(Connected(), batch_size=4, num_workers=num_workers)
+        __main__.loader = hr.DataLoader(
+            Connected(), batch_size=4, num_workers=num_workers
+        )
         __main__.iterator = iter(__main__.loader)
         __main__.stream = aiter(__main__.loader)
         next(__main__.iterator)
@@ -275,13 +288,17 @@ def test_output_of_workers_is_written_where_it_is_buffered(script, kind):
     def program():
         os.environ.pop("PYTHONUNBUFFERED", None)
         dataset, options = (
-            (list(range(4)), {}) if kind == "torch dataset" else (Numbers(4), {"placement": kind})
+            (list(range(4)), {})
+            if kind == "torch dataset"
+            else (Numbers(4), {"placement": kind})
         )
         loader = hr.DataLoader(dataset, 2, num_workers=1, transform=show, **options)
         with loader:
             assert len(list(loader)) == 2
 
-    assert sorted(script(program).stdout.splitlines()) == [f"sample {index}" for index in range(4)]
+    assert sorted(script(program).stdout.splitlines()) == [
+        f"sample {index}" for index in range(4)
+    ]
 
 
 class Writing(Dataset[int]):
@@ -305,7 +322,9 @@ class Writing(Dataset[int]):
 
 def test_sample_that_a_worker_reads_is_finished_when_the_epoch_is_left(tmp_path):
     os.mkfifo(tmp_path / "go on")
-    batches = iter(loader := hr.DataLoader(Writing(tmp_path), batch_size=1, num_workers=1))
+    batches = iter(
+        loader := hr.DataLoader(Writing(tmp_path), batch_size=1, num_workers=1)
+    )
     assert next(batches).tolist() == [0]
     closing, closed = threading.Event(), threading.Event()
 

@@ -16,7 +16,15 @@ import pytest
 import headrace as hr
 from object_server import Fault, ObjectServer
 from tests.answers import answering
-from tests.faults.ledger import QUICK, SAMPLES, SIZE, Ledger, body_of, checked_number, contents
+from tests.faults.ledger import (
+    QUICK,
+    SAMPLES,
+    SIZE,
+    Ledger,
+    body_of,
+    checked_number,
+    contents,
+)
 from tests.faults.watching import Numbers, drain, ignored_deaths, once_each
 from tests.programs import run_by
 
@@ -25,7 +33,11 @@ LARGE = bytes(range(256)) * 4 * 20_000  # 20 MB are more than one part
 
 @pytest.fixture(scope="module")
 def servers():
-    others = {"odd/empty": b"", "odd/large": LARGE, **{f"many/{i:04}": b"x" for i in range(2500)}}
+    others = {
+        "odd/empty": b"",
+        "odd/large": LARGE,
+        **{f"many/{i:04}": b"x" for i in range(2500)},
+    }
     with ObjectServer({**contents(), **others}) as server:
         yield server
 
@@ -62,11 +74,12 @@ def requests(server, key="train/0007"):
 
 # One epoch, in which each fault has an object of its own
 
-EXPIRED = (
-    "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-)
+EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 TRANSIENT = [
-    *(Fault("status", times=1, status=status) for status in (408, 425, 429, 500, 502, 504, 520)),
+    *(
+        Fault("status", times=1, status=status)
+        for status in (408, 425, 429, 500, 502, 504, 520)
+    ),
     Fault("status", times=2, status=503),
     Fault("page", times=2, body="<html>Please wait</html>"),  # with status 200
     *(Fault("cut", times=1, at=at) for at in (0, 1, SIZE - 1)),
@@ -97,7 +110,9 @@ PERMANENT = [  # with the class of the error, its attempts, its status
 
 def keyed(faults):
     """Each fault at an object of its own, the first at that of index 0."""
-    return [replace(fault, key=f"train/{number:04}") for number, fault in enumerate(faults)]
+    return [
+        replace(fault, key=f"train/{number:04}") for number, fault in enumerate(faults)
+    ]
 
 
 @pytest.mark.parametrize("if_match", [True, False])
@@ -122,7 +137,9 @@ def test_permanent_faults_are_reported(remote, restored):
         policy = hr.RetryPolicy(max_attempts=3, initial_backoff=0.01)
         _, failures = ledger.epoch(ledger.objects(retry=policy))
         assert list(failures) == list(range(len(expected))), failures
-        for error, (kind, attempts, status) in zip(failures.values(), expected, strict=True):
+        for error, (kind, attempts, status) in zip(
+            failures.values(), expected, strict=True
+        ):
             assert kind is None or type(error).__name__ == kind, repr(error)
             assert attempts is None or error.attempts == attempts, (error, error.attempts)
             assert status is None or error.status == status, (error, error.status)
@@ -139,13 +156,29 @@ def test_permanent_503_is_reported_after_max_attempts(remote, server):
     server.misbehave(Fault("status", key="train/0007", body="<Code>SlowDown</Code>"))
 
     def program(ledger) -> None:
-        dataset = ledger.objects(retry=hr.RetryPolicy(max_attempts=4, initial_backoff=0.01))
+        dataset = ledger.objects(
+            retry=hr.RetryPolicy(max_attempts=4, initial_backoff=0.01)
+        )
         error = ledger.failure(dataset)
-        assert (error.key, error.index, error.attempts, error.status) == ("0007", 7, 4, 503), error
-        for word in ("'0007'", "index 7", "4 attempts in", "SlowDown", "s3://bucket/train"):
+        assert (error.key, error.index, error.attempts, error.status) == (
+            "0007",
+            7,
+            4,
+            503,
+        ), error
+        for word in (
+            "'0007'",
+            "index 7",
+            "4 attempts in",
+            "SlowDown",
+            "s3://bucket/train",
+        ):
             assert word in str(error), str(error)
         # A policy of the loader takes precedence over its dataset's.
-        for retry, attempts in ((1, 1), (hr.RetryPolicy(max_attempts=2, initial_backoff=0.01), 2)):
+        for retry, attempts in (
+            (1, 1),
+            (hr.RetryPolicy(max_attempts=2, initial_backoff=0.01), 2),
+        ):
             assert ledger.failure(dataset, retry=retry).attempts == attempts
 
     remote(program)
@@ -154,7 +187,10 @@ def test_permanent_503_is_reported_after_max_attempts(remote, server):
 
 @run_by(
     "local",
-    faults=[Fault("flip", key="train/0007", at=3), Fault("flip", times=1, per_key=True, at=3)],
+    faults=[
+        Fault("flip", key="train/0007", at=3),
+        Fault("flip", times=1, per_key=True, at=3),
+    ],
 )
 def test_flipped_bit_is_found_by_a_given_checksum(ledger):
     def checksum(number):
@@ -215,7 +251,10 @@ def restored(server):
 
 
 @pytest.mark.usefixtures("restored")
-@run_by("local", faults=[Fault("overwrite", key="train/0007", times=1, at=700, body="x" * SIZE)])
+@run_by(
+    "local",
+    faults=[Fault("overwrite", key="train/0007", times=1, at=700, body="x" * SIZE)],
+)
 def test_object_overwritten_between_attempts_is_never_a_mixture_of_both(ledger):
     sample = ledger.objects(if_match=False)[7]  # without the condition: the new object
     assert bytes(sample.data) == b"x" * SIZE
@@ -233,7 +272,9 @@ def test_object_changed_in_mid_epoch_is_an_error_with_its_key(ledger):
     }
 
     def request(key, method, body=None):
-        connection = http.client.HTTPConnection(ledger.options["endpoint"].removeprefix("http://"))
+        connection = http.client.HTTPConnection(
+            ledger.options["endpoint"].removeprefix("http://")
+        )
         connection.request(method, f"/bucket/train/{key:04}", body)
         assert connection.getresponse().status < 300
         connection.close()
@@ -247,10 +288,16 @@ def test_object_changed_in_mid_epoch_is_an_error_with_its_key(ledger):
         for number in range(3, 19):
             assert int(next(batches)) == number
         for number in range(19, 24):
-            kind = hr.errors.ObjectNotFoundError if number == 23 else hr.errors.ObjectChangedError
+            kind = (
+                hr.errors.ObjectNotFoundError
+                if number == 23
+                else hr.errors.ObjectChangedError
+            )
             with pytest.raises(kind) as caught:
                 next(batches)
-            assert (caught.value.index, caught.value.key) == (number, f"{number:04}"), caught.value
+            assert (caught.value.index, caught.value.key) == (number, f"{number:04}"), (
+                caught.value
+            )
         assert next(batches, None) is None
 
 
@@ -313,7 +360,9 @@ def test_stale_idle_connections_and_low_bandwidth_lose_no_sample(local, server):
     for fault in (Fault("hang up", seconds=0.0), Fault("bandwidth", rate=100_000)):
         server.misbehave(fault)
         local(
-            lambda ledger: ledger.assert_all_delivered(ledger.objects(timeout=0.5), concurrency=4)
+            lambda ledger: ledger.assert_all_delivered(
+                ledger.objects(timeout=0.5), concurrency=4
+            )
         )
 
 
@@ -322,7 +371,9 @@ def test_stale_idle_connections_and_low_bandwidth_lose_no_sample(local, server):
 
 @run_by(
     "local",
-    faults=[Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new"))],
+    faults=[
+        Fault("status", status=400, body=EXPIRED, unless=("x-amz-security-token", "new"))
+    ],
 )
 def test_expired_credentials_are_renewed_once(ledger):
     given = []
@@ -369,7 +420,9 @@ def test_large_object_overwritten_while_it_is_read_is_never_a_mixture(local, ser
 
 
 def list_many(ledger):
-    assert list(hr.ObjectDataset(ledger.store("many")).keys) == [f"{i:04}" for i in range(2500)]
+    assert list(hr.ObjectDataset(ledger.store("many")).keys) == [
+        f"{i:04}" for i in range(2500)
+    ]
 
 
 def test_listing_continues_after_its_last_page_and_gives_no_sample_twice(local, server):
@@ -449,7 +502,9 @@ def read_throttled(ledger):
             for batch in loader
             for pair in zip(*(column.tolist() for column in batch), strict=True)
         ]
-    assert collections.Counter(number for number, _ in delivered) == once_each(range(2000))
+    assert collections.Counter(number for number, _ in delivered) == once_each(
+        range(2000)
+    )
     # The initial limit, or twice that if the machine was too slow for the store to throttle at
     # once.
     assert max(in_flight for _, in_flight in delivered[:500]) >= 64
@@ -519,7 +574,13 @@ async def first_fails(dataset, number):
     raise ValueError("the first")
 
 
-ATTEMPTS = [first_never_ends, both_answer, first_ignores_cancellation, second_fails, first_fails]
+ATTEMPTS = [
+    first_never_ends,
+    both_answer,
+    first_ignores_cancellation,
+    second_fails,
+    first_fails,
+]
 
 
 @run_by("case")
@@ -535,7 +596,9 @@ def test_hedged_sample_is_delivered_once_whatever_its_attempts_do():
         assert dataset.attempts[200] >= 2, attempt
         assert 1 <= counts.hedges <= 0.05 * 256, (attempt, counts)
         if attempt is first_fails:
-            assert [(failure.index, failure.message) for failure in skipped] == [(200, "the first")]
+            assert [(failure.index, failure.message) for failure in skipped] == [
+                (200, "the first")
+            ]
             assert delivered + collections.Counter([200]) == once_each(range(256))
             assert set(dataset.cancelled) == set(range(2, dataset.attempts[200] + 1)), (
                 "one was not cancelled"

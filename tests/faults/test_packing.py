@@ -107,7 +107,9 @@ def test_killed_packing_continues_to_the_same_shards(format, forks, tmp_path):
     assert digests(killed) == digests(whole)
     if format == "tar":
         samples = hr.TarDataset.index(killed)
-        assert [int(samples[index]["cls"]) for index in range(SAMPLES)] == list(range(SAMPLES))
+        assert [int(samples[index]["cls"]) for index in range(SAMPLES)] == list(
+            range(SAMPLES)
+        )
 
 
 def _pack(format, folder, **options):

@@ -55,7 +55,9 @@ def local(request, case, near):
         )
         if request.param == "s3":
             url, options = near.url, {**near.store_options, **options}
-        ledger = Ledger(url, options, keys=[key.removeprefix("train/") for key in contents()])
+        ledger = Ledger(
+            url, options, keys=[key.removeprefix("train/") for key in contents()]
+        )
         case(lambda: program(ledger), within=5.0)
 
     run.stays_in_host = {KEY: SECRET} if request.param == "s3" else {}
@@ -72,7 +74,9 @@ def test_redirects_are_refused_or_followed_within_their_host(local, near, far):
     def program(ledger) -> None:
         # Sample 8 is what another key has: it is followed, and has other bytes.
         with ledger.loader(
-            ledger.objects(), transform=lambda sample: bytes(sample.data)[0], sampler=[7, 8, 9]
+            ledger.objects(),
+            transform=lambda sample: bytes(sample.data)[0],
+            sampler=[7, 8, 9],
         ) as loader:
             delivered, (another_host, loop) = drain(loader)
         assert delivered == {7: 1}, delivered
@@ -85,13 +89,17 @@ def test_redirects_are_refused_or_followed_within_their_host(local, near, far):
 
     local(program, local.stays_in_host)
     assert far.seen() == [], "a byte was sent"
-    assert len([seen for seen in near.seen() if seen.key == "train/0009"]) == 11, "ten redirects"
+    assert len([seen for seen in near.seen() if seen.key == "train/0009"]) == 11, (
+        "ten redirects"
+    )
 
 
 def test_redirect_to_another_host_is_followed_with_allow_redirects(local, near, far):
     near.misbehave(Fault("redirect", key="train/0007", body=other_host_url(far)))
     local(Ledger.assert_all_delivered, {KEY: SECRET}, allow_redirects=True)
-    assert len(far.seen()) == 1, "the server answers nothing without the header: it was sent along"
+    assert len(far.seen()) == 1, (
+        "the server answers nothing without the header: it was sent along"
+    )
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -115,7 +123,8 @@ def test_default_headers_reach_no_other_port_of_the_host(status):
             store = hr.Store(place, options={"default_headers": {KEY: SECRET}}, retry=1)
             for request in read:
                 with pytest.raises(
-                    hr.StoreError, match=r"redirects.*another host or port.*allow_redirects"
+                    hr.StoreError,
+                    match=r"redirects.*another host or port.*allow_redirects",
                 ):
                     request(hr.ObjectDataset(store, keys=["a"]))
         assert asked == []
@@ -127,7 +136,9 @@ def test_default_headers_reach_no_other_port_of_the_host(status):
 
 
 def test_redirected_listing_is_refused(case, near, far):
-    near.misbehave(Fault("redirect", method="LIST", body=other_host_url(far, "?list-type=2")))
+    near.misbehave(
+        Fault("redirect", method="LIST", body=other_host_url(far, "?list-type=2"))
+    )
     store = store_of(near)
 
     def program() -> None:
@@ -143,12 +154,17 @@ def test_redirect_from_tls_to_plain_http_is_refused_on_the_same_host(case, near,
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(tls)
     location = {"Location": f"{near.http_url}/train/0007"}
-    options = {"client_options": {"allow_invalid_certificates": True}, "allow_redirects": allow}
+    options = {
+        "client_options": {"allow_invalid_certificates": True},
+        "allow_redirects": allow,
+    }
     with answering(lambda request: request.send(302, b"", location), tls) as url:
 
         def program() -> None:
             store = hr.Store(
-                f"{url}/train", options=options, retry=hr.RetryPolicy(initial_backoff=0.01)
+                f"{url}/train",
+                options=options,
+                retry=hr.RetryPolicy(initial_backoff=0.01),
             )
             with hr.DataLoader(
                 hr.ObjectDataset(store, keys=["0007"]), batch_size=1, collate_fn=len

@@ -32,7 +32,11 @@ def large(index):
 def loader(placement, dataset=None, **options):
     options = {"transform": noisy, "seed": 5, "concurrency": 8, **options}
     return hr.DataLoader(
-        dataset or SlowDataset(5 * BATCHES, 0.002), 5, shuffle=True, placement=placement, **options
+        dataset or SlowDataset(5 * BATCHES, 0.002),
+        5,
+        shuffle=True,
+        placement=placement,
+        **options,
     )
 
 
@@ -72,10 +76,14 @@ def test_times_and_processes_of_another_machine_are_translated_in_a_trace(tmp_pa
         with hr.trace(tmp_path / "trace.json") as path:
             batches_of(there)
         ended = time.perf_counter_ns() / 1000
-    spans = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    spans = [
+        each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"
+    ]
     elsewhere = [span for span in spans if span["pid"] != os.getpid()]
     assert {span["pid"] >> 22 for span in elsewhere} == {1}
-    assert all(began <= span["ts"] <= span["ts"] + span["dur"] <= ended for span in elsewhere)
+    assert all(
+        began <= span["ts"] <= span["ts"] + span["dur"] <= ended for span in elsewhere
+    )
 
 
 def test_large_batches_can_be_written_to():
@@ -88,7 +96,9 @@ def test_large_batches_can_be_written_to():
 
 
 @pytest.mark.parametrize(
-    ("engines", "whole_host"), [(1, False), (2, True)], ids=["the process", "a machine of two"]
+    ("engines", "whole_host"),
+    [(1, False), (2, True)],
+    ids=["the process", "a machine of two"],
 )
 def test_kill_loses_no_batch(expected, engines, whole_host):
     placement = TcpPlacement(engines)
@@ -107,7 +117,9 @@ def test_kill_loses_no_batch(expected, engines, whole_host):
         found += batches
     assert torch.equal(torch.stack(found), expected)
     lost = [str(each.message) for each in caught if "was lost" in str(each.message)]
-    assert re.match(r"(the engine|engine 0 of 2) \(on node 127.0.0.1\) was lost: ", lost[0])
+    assert re.match(
+        r"(the engine|engine 0 of 2) \(on node 127.0.0.1\) was lost: ", lost[0]
+    )
 
 
 def test_connection_without_the_token_is_closed(expected, monkeypatch):
@@ -132,7 +144,10 @@ def test_connection_without_the_token_is_closed(expected, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(ConnectionError("no way to it"), "no way to it"), (None, "its process did not connect")],
+    [
+        (ConnectionError("no way to it"), "no way to it"),
+        (None, "its process did not connect"),
+    ],
     ids=["refused", "lost after the token"],
 )
 def test_host_that_never_connects_ends_the_epoch(monkeypatch, error, reason):

@@ -53,7 +53,11 @@ def test_killed_jobs_continue_with_each_sample_once(
                 program = functools.partial(
                     epochs.rank, name, shards, path, state, options, killed_after
                 )
-                variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+                variables = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_RANK": str(rank),
+                }
                 programs.append(stack.enter_context(forks.start(program, **variables)))
             for program in programs:
                 saved = program.stdout.readline()
@@ -69,6 +73,10 @@ def test_killed_jobs_continue_with_each_sample_once(
         read = [json.loads(path.read_text()) for path in paths]
         given.update(sample for each in read for sample in each["given"])
         states = [each["state"] for each in read]
-        state = states[0] if kind.global_cursor else json.loads(json.dumps(hr.merge_states(states)))
+        state = (
+            states[0]
+            if kind.global_cursor
+            else json.loads(json.dumps(hr.merge_states(states)))
+        )
         assert not kind.state_bytes or len(json.dumps(state)) < kind.state_bytes
     assert given == collections.Counter(range(N))

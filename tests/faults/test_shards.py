@@ -29,7 +29,10 @@ SAMPLE = 2 * MEMBER
 def shard(number):
     """A tar of 20 samples of two members, each of one block: sample `n` begins at ``n * SAMPLE``."""
     files = [
-        (f"{number}-{sample:02}.{field}", str(number * SAMPLES + sample).encode().ljust(BLOCK))
+        (
+            f"{number}-{sample:02}.{field}",
+            str(number * SAMPLES + sample).encode().ljust(BLOCK),
+        )
         for sample in range(SAMPLES)
         for field in ("txt", "cls")
     ]
@@ -49,7 +52,13 @@ DAMAGE = {
     "cut at a sample's border": (lambda tar: tar[:AT], 6, CUT, "1-06.cls", AT),
     "cut inside a header": (lambda tar: tar[: AT + 100], 6, CUT, "1-06.cls", AT + 100),
     "flipped bit in a name": (lambda tar: flipped(tar, AT), 6, DAMAGED, "1-06.cls", AT),
-    "cut in mid-data": (lambda tar: tar[: AT + BLOCK + 10], 6, CUT, "1-07.txt", AT + BLOCK + 10),
+    "cut in mid-data": (
+        lambda tar: tar[: AT + BLOCK + 10],
+        6,
+        CUT,
+        "1-07.txt",
+        AT + BLOCK + 10,
+    ),
     "empty": (lambda tar: b"", 0, CUT, None, 0),
     "a member missing": (
         lambda tar: tar[: AT + MEMBER] + tar[AT + SAMPLE :],
@@ -117,7 +126,9 @@ def test_damaged_tar_is_one_error_and_never_a_short_epoch(case, damaged):
             whole, kind, member, offset = expected[name]
             dataset = hr.TarDataset(shards[name], shards_in_parallel=2, chunk_bytes=1000)
             # Of a member that is missing or twice, the next header is a place to go on from.
-            after = range(28, 40) if name in ("a member missing", "a member twice") else ()
+            after = (
+                range(28, 40) if name in ("a member missing", "a member twice") else ()
+            )
             delivered = once_each(range(20 + whole), after, range(40, 60))
             check(dataset, delivered, kind, shards[name][1], member, offset, **options)
 
@@ -173,7 +184,9 @@ def file(number):
     stream = io.BytesIO()
     ids = range(number * 100, number * 100 + 100)
     table = pyarrow.table({"id": ids, "text": [f"row {i}" for i in ids]})
-    pyarrow.parquet.write_table(table, stream, row_group_size=20, write_page_checksum=True)
+    pyarrow.parquet.write_table(
+        table, stream, row_group_size=20, write_page_checksum=True
+    )
     return stream.getvalue()
 
 
@@ -191,7 +204,9 @@ FILE_DAMAGE = {  # within one column of one row group of the file in the middle
 
 
 def test_damaged_row_group_is_an_error_of_its_rows_alone(case):
-    objects = {f"{name}/{key}": data for name in FILE_DAMAGE for key, data in FILES.items()}
+    objects = {
+        f"{name}/{key}": data for name in FILE_DAMAGE for key, data in FILES.items()
+    }
     with ObjectServer(
         objects | {f"{name}/1.parquet": data for name, data in FILE_DAMAGE.items()}
     ) as server:
@@ -214,6 +229,8 @@ def test_damaged_row_group_is_an_error_of_its_rows_alone(case):
             for name in stores:
                 check_file(name, on_error="raise", batch_size=1)
             check_file("zeros", on_error="skip", batch_size=8)
-            check_file("zeros", on_error="skip", batch_size=8, num_workers=1, placement="process")
+            check_file(
+                "zeros", on_error="skip", batch_size=8, num_workers=1, placement="process"
+            )
 
         case(program, within=CLOSING)

@@ -155,7 +155,15 @@ def test_every_way_to_leave_an_epoch_leaves_nothing(
 
     exhaust()
     within = 5.0 if "engines" in options else 0.0
-    for leave in (break_out, abandon, never_next, fail, close, close_in_another_thread, exhaust):
+    for leave in (
+        break_out,
+        abandon,
+        never_next,
+        fail,
+        close,
+        close_in_another_thread,
+        exhaust,
+    ):
         with watch(within):
             leave()
     for loop in loops:
@@ -218,7 +226,9 @@ def test_sigkill_of_the_sidecar_loses_no_batch(consumer: str, tmp_path: Path) ->
             assert await steps.next() == await other.next() == [0, 1, 2, 3]
             kill(sidecar(loader))
             assert await steps.rest() == list(range(4, 800))
-            assert await other.rest() == list(range(4, 800)), "an iterator from before the death"
+            assert await other.rest() == list(range(4, 800)), (
+                "an iterator from before the death"
+            )
             assert await Stepwise(loader, consumer).rest() == list(range(800))
 
     with open_fifo(fifo) as lines, ignored_deaths():
@@ -240,7 +250,9 @@ def test_sigkill_of_the_sidecar_ends_a_stream_with_an_error() -> None:
         assert next(batches).tolist() == [0, 1, 2, 3]
         pid = sidecar(loader)
         kill(pid)
-        with pytest.raises(hr.errors.EngineDiedError, match=f"its process {pid} was killed by SIG"):
+        with pytest.raises(
+            hr.errors.EngineDiedError, match=f"its process {pid} was killed by SIG"
+        ):
             for _ in batches:
                 pass
         assert next(batches, None) is None
@@ -310,7 +322,9 @@ def test_unpicklable_dataset_stays_in_a_thread_with_a_warning() -> None:
             self.length, self.lock = 32, threading.Lock()
 
     with hr.DataLoader(Locks(), 4, num_workers=2, transform=negate) as loader:
-        with pytest.warns(RuntimeWarning, match="dataset Locks cannot be pickled.*lock") as caught:
+        with pytest.warns(
+            RuntimeWarning, match="dataset Locks cannot be pickled.*lock"
+        ) as caught:
             assert drain(loader) == (once_each(range(0, -32, -1)), [])
         assert loader.stats().placement == "thread"
     assert caught[0].filename == watching.__file__  # where `iter` was called: in `drain`
@@ -326,7 +340,9 @@ def test_array_changed_after_collate_does_not_change_the_batch() -> None:
     def collate(samples):
         return array.copy_(torch.tensor(samples)[:, None])
 
-    with hr.DataLoader(Numbers(128), 4, collate_fn=collate, placement="process") as loader:
+    with hr.DataLoader(
+        Numbers(128), 4, collate_fn=collate, placement="process"
+    ) as loader:
         for number, batch in enumerate(list(loader)):
             assert (batch == torch.arange(number * 4, number * 4 + 4)[:, None]).all(), (
                 number,
@@ -350,7 +366,9 @@ class SaysWhenClosed(hr.AsyncIterableDataset):
 
 
 @run_by("case")
-def test_epoch_that_is_left_ends_in_the_sidecar_while_a_fork_lives(tmp_path: Path) -> None:
+def test_epoch_that_is_left_ends_in_the_sidecar_while_a_fork_lives(
+    tmp_path: Path,
+) -> None:
     fifo = str(tmp_path / "fifo")
     with (
         open_fifo(fifo) as lines,
@@ -391,7 +409,11 @@ def read_line(path):
 
 @pytest.mark.parametrize(
     ("size", "options"),  # of 16 all is planned at first
-    [(16, {"placement": "thread"}), (400, {"placement": "process"}), (400, {"engines": 2})],
+    [
+        (16, {"placement": "thread"}),
+        (400, {"placement": "process"}),
+        (400, {"engines": 2}),
+    ],
     ids=str,
 )
 @run_by("case", within=5.0)  # for the thread that the dataset reads the line in
@@ -403,7 +425,10 @@ def test_fork_cannot_take_batches_of_its_parent(
             next(iterator)
 
     fifo = str(tmp_path / "fifo")
-    with open_fifo(fifo) as lines, hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader:
+    with (
+        open_fifo(fifo) as lines,
+        hr.DataLoader(WaitsForALine(size, fifo), 4, **options) as loader,
+    ):
         iterator = iter(loader)
         first = next(iterator)
         run_in_fork(take_one)

@@ -23,7 +23,13 @@ import uvloop
 
 import headrace as hr
 from headrace._pool import launch
-from tests.faults.watching import Numbers, in_processes, make_signal_pair, sidecar, wait_for_exit
+from tests.faults.watching import (
+    Numbers,
+    in_processes,
+    make_signal_pair,
+    sidecar,
+    wait_for_exit,
+)
 from tests.forks import Forks
 from tests.programs import run_by
 from tests.unit.streams.reading import Plain
@@ -73,10 +79,14 @@ class NeverEnds(Numbers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_second_ctrl_c_at_exit_ends_the_wait_silently(forks: Forks, num_workers: int) -> None:
+def test_a_second_ctrl_c_at_exit_ends_the_wait_silently(
+    forks: Forks, num_workers: int
+) -> None:
     def program() -> None:
         iterator = iter(
-            hr.DataLoader(NeverEnds(4), num_workers=num_workers, concurrency=2, transform=int)
+            hr.DataLoader(
+                NeverEnds(4), num_workers=num_workers, concurrency=2, transform=int
+            )
         )
         next(iterator)
         print("reading", flush=True)
@@ -137,7 +147,10 @@ def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(
 ) -> None:
     def program() -> None:
         loader = hr.DataLoader(
-            range(64), batch_size=4, num_workers=num_workers, multiprocessing_context=start
+            range(64),
+            batch_size=4,
+            num_workers=num_workers,
+            multiprocessing_context=start,
         )
         iterator = iter(loader)
         next(iterator)
@@ -145,7 +158,9 @@ def test_workers_of_multiprocessing_end_when_the_trainer_is_killed(
         threading.Event().wait()
 
     with forks.start(program) as process:
-        descriptors = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
+        descriptors = [
+            os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()
+        ]
         assert len(descriptors) == num_workers
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
@@ -167,9 +182,7 @@ def test_a_stopped_process_is_no_cause_of_a_warning() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("headrace").addHandler(handler)
-    commands = (
-        f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
-    )
+    commands = f"for i in 1 2; do kill -STOP {os.getpid()}; sleep {STOP}; kill -CONT {os.getpid()}; done"
     with hr.DataLoader(Computing(600), batch_size=10, placement="thread") as loader:
         stopping = None
         # user code computes on the loop when it is stopped
@@ -181,7 +194,14 @@ def test_a_stopped_process_is_no_cause_of_a_warning() -> None:
 
 PLACES = {
     dis.opmap[name]
-    for name in ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "FOR_ITER", "CALL_KW")
+    for name in (
+        "CALL",
+        "CALL_FUNCTION_EX",
+        "RESUME",
+        "JUMP_BACKWARD",
+        "FOR_ITER",
+        "CALL_KW",
+    )
     if name in dis.opmap
 }
 """Instructions after which CPython handles signals."""

@@ -69,7 +69,9 @@ def test_shortage_of_shared_memory_falls_back_to_sockets() -> None:
     }
     for name, initialise in shortages.items():
         dataset, transform = (Numbers(40), row) if initialise else (Limits(40), abs)
-        with in_processes(dataset, transform=transform, worker_init_fn=initialise) as loader:
+        with in_processes(
+            dataset, transform=transform, worker_init_fn=initialise
+        ) as loader:
             for number, batch in enumerate(loader):
                 check(number, batch)
         assert number == 9, (name, number)
@@ -114,19 +116,30 @@ def big(index):
 # The default collate, of tensors, arrays, and containers of both: tests/parity/test_collation.py.
 RETURNED = {
     "string": lambda index: "ü" * index,
-    "nested": lambda index: {"a": [big(index), {"b": (index, "s")}], "c": big(index).numpy()},
+    "nested": lambda index: {
+        "a": [big(index), {"b": (index, "s")}],
+        "c": big(index).numpy(),
+    },
     "namedtuple": lambda index: Pair(big(index), big(index).numpy()),
     "bytes": lambda index: b"y" * 50_000,
     "requires_grad": lambda index: big(index).requires_grad_(),
     "sparse": lambda index: torch.eye(50).mul(index).to_sparse(),
-    "nested tensor": lambda index: torch.nested.nested_tensor([big(index), big(index)[:5]]),
-    "quantized": lambda index: torch.quantize_per_tensor(big(index), 0.5, 3, torch.qint32),
-    "object array": lambda index: np.array([index, "s", None, {"k": index}], dtype=object),
+    "nested tensor": lambda index: torch.nested.nested_tensor(
+        [big(index), big(index)[:5]]
+    ),
+    "quantized": lambda index: torch.quantize_per_tensor(
+        big(index), 0.5, 3, torch.qint32
+    ),
+    "object array": lambda index: np.array(
+        [index, "s", None, {"k": index}], dtype=object
+    ),
     "PackedSequence": lambda index: pack_sequence([big(index), big(index)[:7]]),
     "dataclass": lambda index: Record(big(index), "label"),
     "parameter": lambda index: torch.nn.Parameter(big(index)),
     "one tensor twice": lambda index: [big(index)] * 2,
-    "more arrays than one sendmsg takes": lambda index: [np.full(3, index) for _ in range(1500)],
+    "more arrays than one sendmsg takes": lambda index: [
+        np.full(3, index) for _ in range(1500)
+    ],
 }
 
 

@@ -78,15 +78,19 @@ def test_batch_whose_worker_dies_is_retried_once_and_then_reported(
         assert len(os.listdir(folder)) == 3
         always = True
         delivered, errors, _ = epoch("raise")
-        assert delivered == once_each(range(4), range(8, 12), range(16, 20), range(24, 32)), (
-            delivered
-        )
+        assert delivered == once_each(
+            range(4), range(8, 12), range(16, 20), range(24, 32)
+        ), delivered
         _, none, stats = epoch("skip")
         assert not none, none
-        for error, record, (index, death) in zip(errors, stats.skipped, DYING.items(), strict=True):
+        for error, record, (index, death) in zip(
+            errors, stats.skipped, DYING.items(), strict=True
+        ):
             indices = list(range(index - 1, index + 3))
             text = f"on batch {index // 4}, indices {indices}, attempt 2"
-            assert (record.type_name, record.batch) == ("WorkerDiedError", index // 4), record
+            assert (record.type_name, record.batch) == ("WorkerDiedError", index // 4), (
+                record
+            )
             assert text in record.message, record
             assert type(error) is hr.errors.WorkerDiedError, error
             assert (error.batch, error.indices) == (index // 4, tuple(indices)), error
@@ -136,11 +140,16 @@ def test_batches_sent_to_a_worker_that_dies_go_to_its_replacement(
 
     def program() -> None:
         with hr.DataLoader(
-            ReadBy(folder, 201), num_workers=2, prefetch_factor=16, persistent_workers=True
+            ReadBy(folder, 201),
+            num_workers=2,
+            prefetch_factor=16,
+            persistent_workers=True,
         ) as loader:
             read = [(int(index), int(worker)) for index, worker in loader]
             assert [index for index, _ in read] == list(range(300))
-            assert [(index, worker) for index, worker in read if worker != index % 2] == []
+            assert [
+                (index, worker) for index, worker in read if worker != index % 2
+            ] == []
 
     assert "on batch 201, indices [201], attempt 1. " in case(program)
 
@@ -155,7 +164,11 @@ def test_idle_workers_are_replaced_after_sigkill(case: Any, placement: str) -> N
                 assert delivered == once_each(range(32)), delivered
                 # the replacements of the last round
                 wait_until(lambda: len(workers()) == 2 + (placement == "process"))
-                idle = [pid for pid in workers() if placement == "thread" or pid != sidecar(loader)]
+                idle = [
+                    pid
+                    for pid in workers()
+                    if placement == "thread" or pid != sidecar(loader)
+                ]
                 assert len(idle) == 2, idle
                 kill(*idle)
 
@@ -248,14 +261,16 @@ def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing() -> N
         assert delivered == once_each(range(failing, failing + 20)), delivered
         assert workers() == before, "a worker was replaced"
     expected = [
-        (name, stage) for name in CONTROL_FLOW for stage in ("fetch", "transform", "collate")
+        (name, stage)
+        for name in CONTROL_FLOW
+        for stage in ("fetch", "transform", "collate")
     ]
     for error, (name, stage) in zip(errors + again, expected * 2, strict=True):
         # Python itself makes a RuntimeError of a coroutine's StopIteration.
         by_python = stage == "fetch" and "coroutine raised StopIteration" in str(error)
-        assert by_python or (type(error) is hr.errors.ControlFlowError and name in str(error)), (
-            error
-        )
+        assert by_python or (
+            type(error) is hr.errors.ControlFlowError and name in str(error)
+        ), error
         assert f"stage {stage}" in text_of(error), text_of(error)
 
     for stop in CONTROL_FLOW.values():
@@ -263,9 +278,13 @@ def test_control_flow_exceptions_of_user_code_are_errors_and_stop_nothing() -> N
         def initialise(worker, stop=stop):
             raise stop()
 
-        delivered, errors = epoch_in_processes(Numbers(8), worker_init_fn=initialise, **functions)
+        delivered, errors = epoch_in_processes(
+            Numbers(8), worker_init_fn=initialise, **functions
+        )
         assert not delivered, delivered
-        assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, errors
+        assert [type(error) for error in errors] == [hr.errors.ControlFlowError] * 2, (
+            errors
+        )
 
 
 @run_by("case")
@@ -344,7 +363,9 @@ def test_process_that_outlives_its_worker_delays_nothing(tmp_path: Path) -> None
 
     os.mkfifo(fifo)
     with open(os.open(fifo, os.O_RDWR)) as pids:
-        drained = epoch_in_processes(Numbers(32), transform=transform, worker_init_fn=initialise)
+        drained = epoch_in_processes(
+            Numbers(32), transform=transform, worker_init_fn=initialise
+        )
         assert drained == (once_each(range(32)), [])
         grandchild = int(pids.readline())
     assert not workers(), workers()

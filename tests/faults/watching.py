@@ -68,7 +68,9 @@ def engines_of(loader: hr.DataLoader) -> list[int]:
     started = loader._control.placements._current._engines
     engines = [started[number] for number in sorted(started)]
     wait_until(
-        lambda: all(engine.process.ended() or engine.process.pid is not None for engine in engines)
+        lambda: all(
+            engine.process.ended() or engine.process.pid is not None for engine in engines
+        )
     )
     return [engine.process.pid for engine in engines]
 
@@ -143,7 +145,9 @@ def first_call(path: Any) -> bool:
 def threads() -> list[str]:
     """The names of this process's threads, without the idle ones that trio keeps for a while."""
     return sorted(
-        thread.name for thread in threading.enumerate() if not thread.name.startswith("Trio thread")
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.name.startswith("Trio thread")
     )
 
 
@@ -174,7 +178,9 @@ def descriptors() -> dict[int, str]:
             with contextlib.suppress(FileNotFoundError):
                 found[int(entry.name)] = os.readlink(entry.path)
     return {
-        number: name for number, name in found.items() if number != zygote and name != momentary
+        number: name
+        for number, name in found.items()
+        if number != zygote and name != momentary
     }
 
 
@@ -272,7 +278,9 @@ def digest(batches: Any) -> str:
 
 def in_processes(dataset: Any, **options: Any) -> hr.DataLoader:
     """A loader of batches of four samples with two workers, beside an engine in a process."""
-    return hr.DataLoader(dataset, 4, **{"num_workers": 2, "placement": "process", **options})
+    return hr.DataLoader(
+        dataset, 4, **{"num_workers": 2, "placement": "process", **options}
+    )
 
 
 def epoch_in_processes(

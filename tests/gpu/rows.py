@@ -31,8 +31,12 @@ KEPT = 50
 def sample(index):
     """Random bits, those of NaN among them, as every dtype; and random booleans."""
     generator = torch.Generator().manual_seed(index)
-    bits = torch.randint(0, 256, (len(DTYPES) + 1, BYTES), dtype=torch.uint8, generator=generator)
-    made = {str(dtype): row.view(dtype) for dtype, row in zip(DTYPES, bits[1:], strict=True)}
+    bits = torch.randint(
+        0, 256, (len(DTYPES) + 1, BYTES), dtype=torch.uint8, generator=generator
+    )
+    made = {
+        str(dtype): row.view(dtype) for dtype, row in zip(DTYPES, bits[1:], strict=True)
+    }
     return {**made, str(torch.bool): bits[0] > 127}
 
 
@@ -91,7 +95,9 @@ def _compare(kept):
 def layouts():
     """A batch of all that a tensor can be beside contiguous, of many small tensors, and of containers."""
     return {
-        "channels last": torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "channels last": torch.rand(2, 3, 4, 5).contiguous(
+            memory_format=torch.channels_last
+        ),
         "transposed": torch.arange(12).view(3, 4).t(),
         "expanded": torch.arange(3).expand(4, 3),
         "strided": torch.arange(12)[::2],
@@ -99,7 +105,9 @@ def layouts():
         "empty": torch.empty(0, 3),
         "large": torch.arange(100_000),  # so that the batch travels in a slab
         "many": tuple(torch.full((3,), number) for number in range(114)),
-        "packed": pack_sequence([torch.arange(2.0), torch.arange(3.0)], enforce_sorted=False),
+        "packed": pack_sequence(
+            [torch.arange(2.0), torch.arange(3.0)], enforce_sorted=False
+        ),
     }
 
 
@@ -114,7 +122,9 @@ def check_layouts(got, sent, own_copy):
             # Where elements share their memory, it depends on who copies.
             if name != "expanded":
                 assert got[name].stride() == own.stride(), name
-    assert [small.tolist() for small in got["many"]] == [[number] * 3 for number in range(114)]
+    assert [small.tolist() for small in got["many"]] == [
+        [number] * 3 for number in range(114)
+    ]
     packed = sent["packed"]
     assert torch.equal(got["packed"].data, own_copy(packed.data))
     assert torch.equal(got["packed"].batch_sizes, packed.batch_sizes)

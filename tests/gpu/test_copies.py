@@ -22,8 +22,12 @@ from tests.gpu.rows import (
     sample,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SECOND = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"
+)
+SECOND = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+)
 
 # for a GPU to count: about half a millisecond, in which a copy of a batch has long ended
 CYCLES = 1_000_000
@@ -60,7 +64,9 @@ def test_device_memory_of_a_batch_is_not_overwritten_before_its_use_has_run(opti
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_source_of_a_copy_is_not_overwritten_before_the_copy_has_run(monkeypatch, options):
+def test_source_of_a_copy_is_not_overwritten_before_the_copy_has_run(
+    monkeypatch, options
+):
     place = CudaStreams.place
 
     def place_late(self, host, stream):
@@ -81,7 +87,10 @@ def test_pinned_batch_may_be_dropped_before_the_users_copy_has_run(options):
         assert all(tensor.is_pinned() for tensor in batch.values())
         with torch.cuda.stream(side):
             torch.cuda._sleep(CYCLES)
-            there = {name: tensor.to("cuda", non_blocking=True) for name, tensor in batch.items()}
+            there = {
+                name: tensor.to("cuda", non_blocking=True)
+                for name, tensor in batch.items()
+            }
         torch.cuda.current_stream().wait_stream(side)
         for tensor in there.values():
             tensor.record_stream(torch.cuda.current_stream())
@@ -101,7 +110,8 @@ def test_batches_may_be_received_under_the_users_streams():
                 torch.cuda._sleep(CYCLES)
                 digests.append(digest(next(batches)))
     assert digests == [
-        digest({name: part[None] for name, part in sample(number).items()}) for number in range(60)
+        digest({name: part[None] for name, part in sample(number).items()})
+        for number in range(60)
     ]
 
 
@@ -119,7 +129,8 @@ def test_batch_may_be_used_on_another_stream_than_it_was_received_on():
             del batch, tensor
     other.synchronize()
     expected = [
-        sample(number)["torch.uint8"].sum(dtype=torch.int64).item() for number in range(100)
+        sample(number)["torch.uint8"].sum(dtype=torch.int64).item()
+        for number in range(100)
     ]
     assert [result.item() for result in results] == expected
 
@@ -148,7 +159,9 @@ class Registered:
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_neither_pinned_nor_device_memory_grows_over_two_thousand_batches(monkeypatch, options):
+def test_neither_pinned_nor_device_memory_grows_over_two_thousand_batches(
+    monkeypatch, options
+):
     registered = Registered(monkeypatch)
 
     def memory():
@@ -234,7 +247,9 @@ def little_memory():
     """No more on the device than there is in use, and 64 MiB."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + 64 * MIB) / total
+    )
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -247,7 +262,10 @@ def check_that_batch_three_fails(collate, error, says, options):
         with pytest.raises(error, match=says) as caught:
             next(batches)
         assert "headrace: stage copy, batch 3" in caught.value.__notes__
-        assert [digest(batch) for batch in batches] == [digest(sample(4)), digest(sample(5))]
+        assert [digest(batch) for batch in batches] == [
+            digest(sample(4)),
+            digest(sample(5)),
+        ]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -285,7 +303,11 @@ print("closed", flush=True)
 def test_failed_kernel_is_raised_and_the_loader_closes():
     # In a process of its own: no CUDA call of this one would work any more.
     ended = subprocess.run(
-        [sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=80, check=False
+        [sys.executable, "-c", FAILING],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
     )
     assert ended.stdout.split() == ["raised", "closed"], ended.stderr
 
@@ -307,7 +329,9 @@ def test_next_during_graph_capture_is_an_error_and_loses_no_batch():
     ]
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "auto", 0, torch.device("cuda", 0)], ids=repr)
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", "auto", 0, torch.device("cuda", 0)], ids=repr
+)
 def test_device_accepts_every_form_that_torch_accepts(device):
     with hr.DataLoader(Rows(4), num_workers=1, device=device) as loader:
         assert {tensor.device for batch in loader for tensor in batch.values()} == {
@@ -333,7 +357,10 @@ def test_loaders_for_two_devices_run_side_by_side():
         hr.DataLoader(Rows(200), num_workers=1, device="cuda:1") as other,
     ):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            assert (left["torch.bool"].device.index, right["torch.bool"].device.index) == (0, 1)
+            assert (
+                left["torch.bool"].device.index,
+                right["torch.bool"].device.index,
+            ) == (0, 1)
             assert digest(left) == digest(right), number
 
 

@@ -15,7 +15,12 @@ import torch
 import torch.distributed
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import headrace as hr
@@ -127,7 +132,11 @@ def loader_of(kind, pattern):
     """The loader of a training program."""
     options = {"batch_size": 2, "transform": hr.randomized(with_noise)}
     if kind in ("seed", "generator"):
-        order = {"seed": 7} if kind == "seed" else {"generator": torch.Generator().manual_seed(3)}
+        order = (
+            {"seed": 7}
+            if kind == "seed"
+            else {"generator": torch.Generator().manual_seed(3)}
+        )
         return hr.DataLoader(Numbers(SAMPLES), shuffle=True, **order, **options)
     return hr.DataLoader(lines(pattern, split=kind == "samples"), seed=7, **options)
 
@@ -148,7 +157,9 @@ class Training:
     """A linear model, and its optimizer."""
 
     def __init__(self, **configuration):
-        self.accelerator = accelerator_with(gradient_accumulation_steps=5, **configuration)
+        self.accelerator = accelerator_with(
+            gradient_accumulation_steps=5, **configuration
+        )
         model = torch.nn.Linear(1, 1).double()
         torch.nn.init.ones_(model.weight)
         torch.nn.init.zeros_(model.bias)
@@ -165,7 +176,9 @@ class Training:
 
     def end(self):
         """The weights. The model goes before the process group: gloo may wait for ever for a rank that has ended."""
-        weights = [each.item() for each in self.accelerator.unwrap_model(self.model).parameters()]
+        weights = [
+            each.item() for each in self.accelerator.unwrap_model(self.model).parameters()
+        ]
         self.model = self.optimizer = None
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
@@ -181,7 +194,9 @@ def train(folder, pattern, kind, kill_after=None, stateful=False):
     training = Training(use_stateful_dataloader=stateful)
     accelerator, checkpoint = training.accelerator, Path(folder, "checkpoint")
     loader, progress = prepare(accelerator, loader_of(kind, pattern)), Progress()
-    accelerator.register_for_checkpointing(*([progress, loader] if kind == "seed" else [progress]))
+    accelerator.register_for_checkpointing(
+        *([progress, loader] if kind == "seed" else [progress])
+    )
     if checkpoint.exists():
         accelerator.load_state(str(checkpoint))
     seen, step = [], 0
@@ -189,11 +204,15 @@ def train(folder, pattern, kind, kill_after=None, stateful=False):
         progress.epoch = epoch
         for samples, noise in loader:
             training.step(samples, noise)
-            seen.append((epoch, samples.tolist(), noise.tolist(), accelerator.sync_gradients))
+            seen.append(
+                (epoch, samples.tolist(), noise.tolist(), accelerator.sync_gradients)
+            )
             step += 1
             if step == kill_after:
                 accelerator.save_state(str(checkpoint))
-                Path(folder, f"seen{accelerator.process_index}").write_text(json.dumps(seen))
+                Path(folder, f"seen{accelerator.process_index}").write_text(
+                    json.dumps(seen)
+                )
                 accelerator.wait_for_everyone()
                 os.kill(os.getpid(), signal.SIGKILL)
     return seen, training.end()
@@ -206,7 +225,11 @@ def skipping():
     with pytest.raises(RuntimeError, match=r"accelerator.load_state\(\) restores"):
         list(accelerator.skip_first_batches(loader, 3))
     plain = accelerator.prepare(TorchDataLoader(range(8), batch_size=2))
-    assert batches_of(accelerator.skip_first_batches(plain, 1)) == [[2, 3], [4, 5], [6, 7]]
+    assert batches_of(accelerator.skip_first_batches(plain, 1)) == [
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 def nesting():
@@ -268,7 +291,8 @@ def closing():
     for how in ("closed", "dropped"):
         before = watching.workers(), watching.children(), watching.threads()
         loader = prepare(
-            accelerator, hr.DataLoader(Numbers(SAMPLES), 2, num_workers=1, transform=tenfold)
+            accelerator,
+            hr.DataLoader(Numbers(SAMPLES), 2, num_workers=1, transform=tenfold),
         )
         batches = iter(loader)
         next(batches)
@@ -278,7 +302,9 @@ def closing():
         del loader, batches
         accelerator.free_memory()
         gc.collect()
-        assert (watching.workers(), watching.children(), watching.threads()) == before, how
+        assert (watching.workers(), watching.children(), watching.threads()) == before, (
+            how
+        )
 
 
 def errors():
@@ -296,7 +322,11 @@ def errors():
         None,
         sampler=BatchSampler(range(9), 2, False),
     )
-    for option in ({"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}):
+    for option in (
+        {"split_batches": True},
+        {"dispatch_batches": True},
+        {"even_batches": False},
+    ):
         with pytest.raises(ValueError, match="headrace loaders do not support"):
             prepare(accelerator_with(**option), hr.DataLoader(numbers))
     refused(ValueError, r"split\(\)", Stream(SAMPLES))
@@ -308,7 +338,9 @@ def errors():
         numbers,
         prepared=lambda own, loader: prepare(own, own.prepare(loader)),
     )
-    refused(TypeError, "", numbers, prepared=lambda own, loader: aiter(prepare(own, loader)))
+    refused(
+        TypeError, "", numbers, prepared=lambda own, loader: aiter(prepare(own, loader))
+    )
     with pytest.raises(TypeError, match=r"accelerator.prepare\(\)"):
         prepare(accelerator_with(), TorchDataLoader(range(3)))
 
@@ -344,11 +376,16 @@ def subclasses():
 
 def warned():
     """A loader that was given to `Accelerator.prepare` itself warns once, in two epochs."""
-    accelerator, loader = accelerator_with(), hr.DataLoader(list(range(4)), on_error="skip")
+    accelerator, loader = (
+        accelerator_with(),
+        hr.DataLoader(list(range(4)), on_error="skip"),
+    )
     with pytest.warns(RuntimeWarning) as caught:
         flat(itertools.chain.from_iterable(accelerator.prepare(loader) for _ in range(2)))
     (warning,) = caught
-    assert "headrace.integrations.accelerate.prepare(accelerator, loader)" in str(warning.message)
+    assert "headrace.integrations.accelerate.prepare(accelerator, loader)" in str(
+        warning.message
+    )
 
 
 def pickled():
@@ -386,10 +423,16 @@ def rebuilt(pattern):
     for dispatch in (None, False):
         accelerator = accelerator_with(dispatch_batches=dispatch)
         for name, make in streams.items():
-            loader = accelerator.prepare(hr.DataLoader(make(), batch_size=3, transform=tenfold))
+            loader = accelerator.prepare(
+                hr.DataLoader(make(), batch_size=3, transform=tenfold)
+            )
             assert sorted(everything(loader)) == ALL, name
         loader = hr.DataLoader(
-            OwnSplit(), 2, num_workers=2, multiprocessing_context="fork", transform=tenfold
+            OwnSplit(),
+            2,
+            num_workers=2,
+            multiprocessing_context="fork",
+            transform=tenfold,
         )
         # Accelerate pads.
         assert sorted(set(everything(accelerator.prepare(loader)))) == ALL
@@ -401,13 +444,20 @@ def rebuilt(pattern):
 
     def made(workers=0):
         loader = hr.DataLoader(
-            Numbers(SAMPLES), 3, shuffle=True, seed=5, num_workers=workers, transform=tenfold
+            Numbers(SAMPLES),
+            3,
+            shuffle=True,
+            seed=5,
+            num_workers=workers,
+            transform=tenfold,
         )
         return accelerator.prepare(loader)
 
     loader = made()
     first, second = everything(loader), everything(loader)
-    resumed = everything([*itertools.islice(made(), 2), *accelerate.skip_first_batches(made(), 2)])
+    resumed = everything(
+        [*itertools.islice(made(), 2), *accelerate.skip_first_batches(made(), 2)]
+    )
     assert sorted(first) == sorted(second) == sorted(resumed) == ALL
     assert first != second
     assert everything(made(2)) == first

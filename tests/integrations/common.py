@@ -78,13 +78,19 @@ def write_lines(folder, count):
     Path(folder).mkdir(exist_ok=True)
     for shard in range(SHARDS):
         numbers = range(shard * count // SHARDS, (shard + 1) * count // SHARDS)
-        Path(folder, f"{shard}.txt").write_text("".join(f"{number}\n" for number in numbers))
+        Path(folder, f"{shard}.txt").write_text(
+            "".join(f"{number}\n" for number in numbers)
+        )
     return str(Path(folder, "*.txt"))
 
 
 def flat(batches):
     """The samples of batches."""
-    return [sample for batch in batches for sample in torch.as_tensor(batch).flatten().tolist()]
+    return [
+        sample
+        for batch in batches
+        for sample in torch.as_tensor(batch).flatten().tolist()
+    ]
 
 
 def plain(batch):

@@ -18,7 +18,10 @@ def pytest_configure(config):
     # Ray gives its workers a niceness of 15. Beside other tests, on two cores, an actor then takes
     # minutes to start.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's spelling
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    }
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))
     )  # Ray's workers
@@ -30,7 +33,11 @@ def pytest_configure(config):
 @pytest.fixture(scope="session")
 def launcher(request):
     """Runs programs, in forks of an interpreter with the modules that test modules name in IMPORTS."""
-    names = {name for item in request.session.items for name in getattr(item.module, "IMPORTS", ())}
+    names = {
+        name
+        for item in request.session.items
+        for name in getattr(item.module, "IMPORTS", ())
+    }
     with Launcher(*TORCHS, "headrace.loader", *sorted(names)) as launcher:
         yield launcher
 

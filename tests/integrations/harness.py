@@ -25,18 +25,24 @@ class Launcher:
 
     def __init__(self, *imports: str) -> None:
         self._forks = Forks(
-            FORK_SERVER_IMPORTS=" ".join(("tests.integrations.torchvision_ops", *imports)),
+            FORK_SERVER_IMPORTS=" ".join(
+                ("tests.integrations.torchvision_ops", *imports)
+            ),
             OMP_NUM_THREADS="1",
         )
 
-    def run(self, program: Callable[..., Any], *arguments: Any, ranks: int = 1) -> list[Any]:
+    def run(
+        self, program: Callable[..., Any], *arguments: Any, ranks: int = 1
+    ) -> list[Any]:
         """Run a program in each rank; with one, no launcher's variables are set. Returns what each rank returned.
 
         Raises:
             AssertionError: a rank ended with an error, or was killed; with its output.
         """
         ended, results = self.run_to_end(program, *arguments, ranks=ranks)
-        assert not any(status for status, _ in ended), "\n".join(output for _, output in ended)
+        assert not any(status for status, _ in ended), "\n".join(
+            output for _, output in ended
+        )
         return results
 
     def run_to_end(
@@ -49,13 +55,21 @@ class Launcher:
             variables = launchers_variables(meeting, ranks)
             programs = [
                 stack.enter_context(
-                    self._forks.start(functools.partial(_report, file, program, arguments), **each)
+                    self._forks.start(
+                        functools.partial(_report, file, program, arguments), **each
+                    )
                 )
                 for file, each in zip(files, variables, strict=True)
             ]
             outputs = ["".join(each.communicate()) for each in programs]
-            ended = [(each.wait(), output) for each, output in zip(programs, outputs, strict=True)]
-            results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+            ended = [
+                (each.wait(), output)
+                for each, output in zip(programs, outputs, strict=True)
+            ]
+            results = [
+                pickle.loads(file.read_bytes()) if file.exists() else None
+                for file in files
+            ]
         return ended, results
 
     def __enter__(self) -> Launcher:
@@ -69,9 +83,15 @@ def launchers_variables(meeting: Rendezvous, ranks: int) -> list[dict[str, str]]
     """The environment of each rank, as torchrun sets it; empty for a single process."""
     if ranks == 1:
         return [{}]
-    names = {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests"}
+    names = {
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
     common = {**meeting.variables, **names}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return [
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+    ]
 
 
 def _report(file: Path, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -109,7 +109,11 @@ class Report(dict):
 USUAL = {
     **{"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True},
     "ddp_backend": "gloo" if "WORLD_SIZE" in os.environ else None,
-    **{"num_train_epochs": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    **{
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    },
     **{
         "learning_rate": 0.01,
         "data_seed": 7,
@@ -134,8 +138,13 @@ def trainer_of(
     model = Recorder()
     follower = Follower(model, ends_after, killed)
     args = TrainingArguments(str(folder), **{**USUAL, **arguments})
-    options = {"loader_options": {"transform": tenfold}} if issubclass(kind, Trainer) else {}
-    options |= {"train_dataset": Numbers() if dataset is None else dataset, "callbacks": [follower]}
+    options = (
+        {"loader_options": {"transform": tenfold}} if issubclass(kind, Trainer) else {}
+    )
+    options |= {
+        "train_dataset": Numbers() if dataset is None else dataset,
+        "callbacks": [follower],
+    }
     return kind(model, args, **options | (of_trainer or {})), follower
 
 
@@ -146,7 +155,9 @@ def train(folder, dataset=None, *, resume=None, **arguments):
         trainer, follower = trainer_of(folder, dataset, **arguments)
         with contextlib.suppress(InterruptedError):
             trainer.train(
-                resume_from_checkpoint=resume if resume is None else checkpoint(folder, resume)
+                resume_from_checkpoint=resume
+                if resume is None
+                else checkpoint(folder, resume)
             )
     return Report(
         epochs=follower.model.epochs,
@@ -154,11 +165,15 @@ def train(folder, dataset=None, *, resume=None, **arguments):
         progress=follower.progress,
         most=getattr(trainer.train_dataset, "most", None),
         left=[
-            thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
+            thread.name
+            for thread in threading.enumerate()
+            if thread is not threading.main_thread()
         ]
         + multiprocessing.active_children(),
         warnings=[
-            str(each.message) for each in caught if each.category in (UserWarning, RuntimeWarning)
+            str(each.message)
+            for each in caught
+            if each.category in (UserWarning, RuntimeWarning)
         ],
         metrics=[entry for entry in trainer.state.log_history if "eval_loss" in entry],
     )
@@ -169,13 +184,21 @@ def checkpoint(folder, step):
 
 
 def check_continued(whole, continued, step):
-    assert continued.samples == whole.samples[len(whole.samples) - len(continued.samples) :]
-    assert (continued.weights, continued.progress) == (whole.weights, whole.progress[step:])
+    assert (
+        continued.samples == whole.samples[len(whole.samples) - len(continued.samples) :]
+    )
+    assert (continued.weights, continued.progress) == (
+        whole.weights,
+        whole.progress[step:],
+    )
 
 
 def counted(prediction):
     assert (prediction.predictions[:, 0] == 10 * prediction.label_ids).all()
-    return {"count": len(prediction.predictions), "sum": int(np.sum(prediction.predictions))}
+    return {
+        "count": len(prediction.predictions),
+        "sum": int(np.sum(prediction.predictions)),
+    }
 
 
 class Texts(TorchNumbers):
@@ -185,12 +208,18 @@ class Texts(TorchNumbers):
         super().__init__(SAMPLES)
 
     def __getitem__(self, index):
-        return {**super().__getitem__(index), "x": index, "input_ids": [0] * (index % 5 + 1)}
+        return {
+            **super().__getitem__(index),
+            "x": index,
+            "input_ids": [0] * (index % 5 + 1),
+        }
 
 
 class OwnSampler(Trainer):
     def _get_train_sampler(self, train_dataset=None):
-        return torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False)
+        return torch.utils.data.WeightedRandomSampler(
+            [1.0] * SAMPLES, SAMPLES, replacement=False
+        )
 
 
 class FewSamples(Trainer):
@@ -203,7 +232,12 @@ class OwnLoader(Trainer):
 
     def get_train_dataloader(self):
         return hr.DataLoader(
-            self.train_dataset, 4, shuffle=True, seed=5, transform=tenfold, collate_fn=collate
+            self.train_dataset,
+            4,
+            shuffle=True,
+            seed=5,
+            transform=tenfold,
+            collate_fn=collate,
         )
 
 
@@ -331,7 +365,12 @@ def with_workers(folder):
     options = {
         **{"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"},
         **{"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True},
-        **{"save_total_limit": 1, "save_strategy": "steps", "save_steps": 4, "num_train_epochs": 2},
+        **{
+            "save_total_limit": 1,
+            "save_strategy": "steps",
+            "save_steps": 4,
+            "num_train_epochs": 2,
+        },
     }
     of_trainer = {"eval_dataset": Numbers(10), "compute_metrics": counted}
     whole = train(Path(folder, "whole"), of_trainer=of_trainer, **options)
@@ -352,7 +391,9 @@ def refused(folder):
         train(folder, of_trainer={"loader_options": {"batch_size": 3}})
     with pytest.raises(hr.StateError, match="cannot be saved"):
         train(folder, Unreadable(SAMPLES), **SAVING)
-    assert not any("headrace_loader" in file for file in os.listdir(checkpoint(folder, 2)))
+    assert not any(
+        "headrace_loader" in file for file in os.listdir(checkpoint(folder, 2))
+    )
 
 
 def alone(folder):
@@ -382,7 +423,9 @@ def evaluated(folder):
         ("stock", transformers.Trainer, TorchNumbers(21)),
     ):
         trainer, _ = trainer_of(
-            folder, kind=kind, of_trainer={"compute_metrics": counted, "eval_dataset": dataset}
+            folder,
+            kind=kind,
+            of_trainer={"compute_metrics": counted, "eval_dataset": dataset},
         )
         metrics = trainer.evaluate()
         assert (metrics["eval_count"], metrics["eval_sum"]) == (21, 10 * sum(range(21)))
@@ -393,7 +436,9 @@ def evaluated(folder):
     assert losses["headrace"] == losses["stock"]
     for dataset in (stream(21), TorchStream(21)):
         trainer, _ = trainer_of(folder, of_trainer={"eval_dataset": dataset})
-        with pytest.raises(ValueError, match=r"2 ranks cannot evaluate .* or evaluate in a job of"):
+        with pytest.raises(
+            ValueError, match=r"2 ranks cannot evaluate .* or evaluate in a job of"
+        ):
             trainer.evaluate()
     assert threading.enumerate() == [threading.main_thread()]
 
@@ -438,8 +483,14 @@ STREAMS = {
 
 def hf_stream(count):
     numbers = list(range(count))
-    rows = datasets.Dataset.from_dict({"x": [10 * number for number in numbers], "labels": numbers})
-    return rows.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=1).map(as_tenth)
+    rows = datasets.Dataset.from_dict(
+        {"x": [10 * number for number in numbers], "labels": numbers}
+    )
+    return (
+        rows.to_iterable_dataset(num_shards=4)
+        .shuffle(seed=3, buffer_size=1)
+        .map(as_tenth)
+    )
 
 
 def as_tenth(sample):

@@ -77,7 +77,11 @@ def raises_at(step: int, now: int) -> None:
 def trainer_of(epochs: int = EPOCHS, **options: Any) -> lightning.Trainer:
     """A Trainer for the ranks that the launcher has started."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = {"devices": world_size, "num_nodes": 1, "strategy": "ddp" if world_size > 1 else "auto"}
+    ranks = {
+        "devices": world_size,
+        "num_nodes": 1,
+        "strategy": "ddp" if world_size > 1 else "auto",
+    }
     known = {
         "accelerator": "cpu",
         "max_epochs": epochs,
@@ -105,7 +109,11 @@ def train(
         options |= {"callbacks": callbacks, "enable_checkpointing": True}
     trainer = trainer_of(**options)
     trainer.fit(model, loaders, validation, ckpt_path=resume)
-    return {"seen": model.seen, "weight": model.weight.item(), "validated": model.validated}
+    return {
+        "seen": model.seen,
+        "weight": model.weight.item(),
+        "validated": model.validated,
+    }
 
 
 def each_step(folder: Any) -> dict[str, Any]:
@@ -143,7 +151,9 @@ ON_RANKS: dict[str, Callable[[str], Any]] = {
 }
 KINDS: dict[str, Callable[[str], Any]] = {  # for one process
     "seeded": lambda _: map_style(8, shuffle=True, seed=5),
-    "generator": lambda _: map_style(8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "generator": lambda _: map_style(
+        8, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
     "torch's stream": lambda _: hr.DataLoader(TorchStream(SAMPLES), 8, transform=tenfold),
     "unknown length": lambda pattern: hr.DataLoader(
         lines(pattern, shuffle=True).shuffle(8, seed=1), 8
@@ -193,8 +203,14 @@ def evaluated(pattern: str) -> dict[str, Any]:
     trainer = trainer_of(epochs=2)
     trainer.fit(model, map_style(shuffle=True, seed=1), map_style())
     trainer.predict(model, map_style(concurrency=3))
-    trainer_of(epochs=1).fit(counted, hr.DataLoader(lines(pattern, split=True).filter(over_two), 4))
-    return {"validated": model.validated, "predicted": model.predicted, "steps": len(counted.seen)}
+    trainer_of(epochs=1).fit(
+        counted, hr.DataLoader(lines(pattern, split=True).filter(over_two), 4)
+    )
+    return {
+        "validated": model.validated,
+        "predicted": model.predicted,
+        "steps": len(counted.seen),
+    }
 
 
 class Weight(torch.nn.Module):
@@ -212,7 +228,9 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     """Three epochs by Fabric, with a checkpoint in the second ("middle") and after it ("end"); or the rest of them."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = lightning.Fabric(
-        accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto"
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
     )
     fabric.launch()
     # A stream of shards that two ranks read is not continued by one.
@@ -224,7 +242,12 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     model = Weight()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     # Each rank reads shards of its own, and Fabric keeps one state: that of all ranks is saved.
-    parts = {"seeded": loaders["seeded"], "shards": {}, "model": model, "optimizer": optimizer}
+    parts = {
+        "seeded": loaders["seeded"],
+        "shards": {},
+        "model": model,
+        "optimizer": optimizer,
+    }
     seen: dict[str, list[list[list[int]]]] = {name: [] for name in loaders}
     if resume:
         fabric.load(f"{folder}/{resume}.ckpt", parts)
@@ -241,10 +264,13 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
                 optimizer.zero_grad()
             if (epoch, number, resume) == (1, 1, None):
                 fabric.save(
-                    f"{folder}/middle.ckpt", {**parts, "shards": hr.gather_state(made["shards"])}
+                    f"{folder}/middle.ckpt",
+                    {**parts, "shards": hr.gather_state(made["shards"])},
                 )
         if (epoch, resume) == (1, None):
-            fabric.save(f"{folder}/end.ckpt", {**parts, "shards": hr.gather_state(made["shards"])})
+            fabric.save(
+                f"{folder}/end.ckpt", {**parts, "shards": hr.gather_state(made["shards"])}
+            )
     sampler, weight = type(loaders["seeded"].sampler).__name__, model.module.weight.item()
     counted = fabric.setup_dataloaders(
         hr.DataLoader(lines(pattern, split=True).filter(over_two), 4)
@@ -253,7 +279,9 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
     del loaders, prepared, made, parts, batches, counted
     gc.collect()
     left = [
-        each.name for each in threading.enumerate() if each.name != "headrace-background-loop"
+        each.name
+        for each in threading.enumerate()
+        if each.name != "headrace-background-loop"
     ]  # of the process
     return {
         "seen": seen,
@@ -267,7 +295,9 @@ def with_fabric(folder: str, pattern: str, resume: str | None = None) -> dict[st
 
 def launch(folder: str, pattern: str) -> None:
     """As `launched`, in a program that Lightning's launcher starts again for the second rank: ``python -m``."""
-    sys.modules["__main__"].__spec__ = ModuleSpec("tests.integrations.lightning_jobs", None)
+    sys.modules["__main__"].__spec__ = ModuleSpec(
+        "tests.integrations.lightning_jobs", None
+    )
     sys.argv[:] = ["", folder, pattern]
     launched(folder, pattern)
 
@@ -277,7 +307,9 @@ def launched(folder: str, pattern: str) -> None:
 
     Datasets and loaders are made before `fit()`, when Lightning has not yet said how many processes
     there are."""
-    sampler = hr.BlockShuffleSampler(Numbers(SAMPLES), block_size=4, blocks_at_once=2, seed=1)
+    sampler = hr.BlockShuffleSampler(
+        Numbers(SAMPLES), block_size=4, blocks_at_once=2, seed=1
+    )
     loaders = {
         "lines, workers": hr.DataLoader(lines(pattern, shuffle=True), 4, num_workers=2),
         "blocks": map_style(sampler=sampler),
@@ -285,7 +317,9 @@ def launched(folder: str, pattern: str) -> None:
     model = Model()
     trainer = trainer_of(2, strategy="ddp", devices=2)
     trainer.fit(model, CombinedLoader(loaders, "max_size"))
-    assert trainer.train_dataloader["blocks"].sampler is sampler, "the sampler was replaced"
+    assert trainer.train_dataloader["blocks"].sampler is sampler, (
+        "the sampler was replaced"
+    )
     Path(folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(model.seen))
     for loader in loaders.values():
         loader.close()

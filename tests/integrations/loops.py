@@ -52,7 +52,9 @@ class Line(torch.nn.Module):
         return [indices for training, indices in self.seen if training]
 
     def evaluated(self):
-        return [index for training, indices in self.seen if not training for index in indices]
+        return [
+            index for training, indices in self.seen if not training for index in indices
+        ]
 
     def weights(self):
         return [parameter.tolist() for parameter in self.parameters()]
@@ -80,7 +82,10 @@ class Interruption:
 
 def training_loader():
     return hr.DataLoader(
-        Numbers(SAMPLES), BATCH, sampler=hr.ElasticSampler(SAMPLES, seed=SEED), transform=pair
+        Numbers(SAMPLES),
+        BATCH,
+        sampler=hr.ElasticSampler(SAMPLES, seed=SEED),
+        transform=pair,
     )
 
 
@@ -168,7 +173,13 @@ def skorch_job(folder, loader, evaluation=None, *, resume=None, kill=False):
             if training:
                 step = (resume or 0) + len(net.module_.steps())
                 if step % SAVED_AT == 0:
-                    save(folder, step, len(net.history) - 1, loader=loader, model=net.module_)
+                    save(
+                        folder,
+                        step,
+                        len(net.history) - 1,
+                        loader=loader,
+                        model=net.module_,
+                    )
                 interruption(net.module_)
 
     net = NeuralNetRegressor(

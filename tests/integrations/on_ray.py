@@ -46,7 +46,10 @@ def noisy(index):
 
 
 def enlarged(index):
-    return {"bytes": np.full(LARGE, index % 251, np.uint8), "empty": np.empty((0, 3), np.float32)}
+    return {
+        "bytes": np.full(LARGE, index % 251, np.uint8),
+        "empty": np.empty((0, 3), np.float32),
+    }
 
 
 def made_loader(**options):
@@ -68,7 +71,9 @@ def made_stream_loader(pattern, **options):
 def engine_actors():
     """The processes of the actors of engines, oldest first."""
     every = psutil.process_iter(["cmdline", "create_time"])
-    found = [each for each in every if "HostedEngine" in "".join(each.info["cmdline"] or ())]
+    found = [
+        each for each in every if "HostedEngine" in "".join(each.info["cmdline"] or ())
+    ]
     return sorted(found, key=lambda process: process.info["create_time"])
 
 
@@ -196,7 +201,9 @@ def engines(address, folder, pattern):
     large = hr.RayPlacement(engines=2, cpus_per_engine=5, start_timeout=0.5)
     with pytest.raises(hr.errors.EngineStartError) as caught:
         next(iter(made_loader(placement=large)))
-    assert str(caught.value).startswith("0 of 2 engines run 0.5 seconds after they were asked for")
+    assert str(caught.value).startswith(
+        "0 of 2 engines run 0.5 seconds after they were asked for"
+    )
     assert "free for RayPlacement(engines=2, cpus_per_engine=5, min_engines=None" in str(
         caught.value
     )
@@ -260,7 +267,10 @@ class Training:
         self.steps.append([epoch, batch.tolist()])
 
     def state(self, epoch):
-        return {"epoch": epoch, **{name: part.state_dict() for name, part in self.parts.items()}}
+        return {
+            "epoch": epoch,
+            **{name: part.state_dict() for name, part in self.parts.items()},
+        }
 
     def restore(self, state):
         for name, part in self.parts.items():
@@ -278,7 +288,9 @@ def layer():
 
 def train_loader(**options):
     options = {"transform": tenfold, "concurrency": 8, **options}
-    return hr.DataLoader(Numbers(SAMPLES), TRAIN_BATCH, shuffle=True, seed=SEED, **options)
+    return hr.DataLoader(
+        Numbers(SAMPLES), TRAIN_BATCH, shuffle=True, seed=SEED, **options
+    )
 
 
 def uninterrupted(ranks=2):
@@ -288,10 +300,12 @@ def uninterrupted(ranks=2):
     """
     samples = [*map(tenfold, range(SAMPLES))]
     samplers = [
-        hr.ElasticSampler(samples, seed=SEED, rank=rank, world_size=ranks) for rank in range(ranks)
+        hr.ElasticSampler(samples, seed=SEED, rank=rank, world_size=ranks)
+        for rank in range(ranks)
     ]
     loaders = [
-        torch.utils.data.DataLoader(samples, TRAIN_BATCH, sampler=sampler) for sampler in samplers
+        torch.utils.data.DataLoader(samples, TRAIN_BATCH, sampler=sampler)
+        for sampler in samplers
     ]
     trainings = [Training(loader, layer()) for loader in loaders]
     for epoch in range(EPOCHS):
@@ -346,7 +360,9 @@ def train(address, folder, pattern):
             if ray.train.get_context().get_world_rank() == 0:
                 torch.save(training.state(epoch), Path(local, "state.pt"))
                 checkpoint = Checkpoint.from_directory(local)
-            ray.train.report({"epoch": epoch}, checkpoint=checkpoint, checkpoint_dir_name=name)
+            ray.train.report(
+                {"epoch": epoch}, checkpoint=checkpoint, checkpoint_dir_name=name
+            )
         # Returns when Ray would restart from this one.
         ray.train.get_all_reported_checkpoints()
 
@@ -360,22 +376,30 @@ def train(address, folder, pattern):
         killed = rank == 1 and not checkpoint
         # a process, which must not outlive its parent
         loader = train_loader(num_workers=1 if killed else 0)
-        training = Training(prepare_data_loader(loader), ray.train.torch.prepare_model(layer()))
+        training = Training(
+            prepare_data_loader(loader), ray.train.torch.prepare_model(layer())
+        )
         begun = training.restore(load(checkpoint)) if checkpoint else 0
         attempt = sum(
-            Path(folder, f"attempt{number} rank{rank}.json").exists() for number in range(9)
+            Path(folder, f"attempt{number} rank{rank}.json").exists()
+            for number in range(9)
         )
 
         def after_step(step):
             processes = [
-                (each.pid, each.create_time()) for each in psutil.Process().children(recursive=True)
+                (each.pid, each.create_time())
+                for each in psutil.Process().children(recursive=True)
             ]
             report = {
                 "steps": training.steps,
                 "weights": training.weights(),
                 "processes": processes,
             }
-            write(f"attempt{attempt} rank{rank}.json", **report, most=training.loader.dataset.most)
+            write(
+                f"attempt{attempt} rank{rank}.json",
+                **report,
+                most=training.loader.dataset.most,
+            )
             if epoch == 0 and not attempt:
                 if step == SAVED_AT:
                     save("middle", training, 0)
@@ -418,11 +442,14 @@ def train(address, folder, pattern):
         report["warnings"] = [
             str(each.message) for each in caught if each.category is RuntimeWarning
         ]
-        own = hr.DataLoader(Numbers(SAMPLES), sampler=hr.ElasticSampler(SAMPLES, seed=SEED))
+        own = hr.DataLoader(
+            Numbers(SAMPLES), sampler=hr.ElasticSampler(SAMPLES, seed=SEED)
+        )
         assert prepare_data_loader(own) is own
         order = hr.DataLoader(Numbers(SAMPLES), sampler=[3, 1, 2])
         with pytest.raises(
-            ValueError, match=r"list cannot be divided among them\. Give the loader a sampler"
+            ValueError,
+            match=r"list cannot be divided among them\. Give the loader a sampler",
         ):
             prepare_data_loader(order)
         assert prepare_data_loader(order, add_dist_sampler=False) is order
@@ -438,13 +465,19 @@ def train(address, folder, pattern):
 
     assert not ray.is_initialized(), "an import started Ray"
     ray.init(address=address, log_to_driver=False)
-    jobs = RunConfig(storage_path=str(folder), failure_config=FailureConfig(max_failures=1))
+    jobs = RunConfig(
+        storage_path=str(folder), failure_config=FailureConfig(max_failures=1)
+    )
     workers = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
-    done = TorchTrainer(killed_and_restarted, scaling_config=workers, run_config=jobs).fit()
+    done = TorchTrainer(
+        killed_and_restarted, scaling_config=workers, run_config=jobs
+    ).fit()
     _, alive = psutil.wait_procs(list(reported_processes(folder)), timeout=20)
     TorchTrainer(
         on_one_worker,
-        train_loop_config={name: str(Path(done.path, name)) for name in ("middle", "end")},
+        train_loop_config={
+            name: str(Path(done.path, name)) for name in ("middle", "end")
+        },
         scaling_config=ScalingConfig(num_workers=0),
         run_config=RunConfig(storage_path=str(folder)),
     ).fit()

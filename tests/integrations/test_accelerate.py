@@ -77,27 +77,36 @@ def test_ranks_share_the_samples_of_every_kind_of_loader_in_another_order_each_e
     launcher, pattern
 ):
     reports = launcher.run(programs.on_two_ranks, pattern, ranks=2)
-    assert all(report.pop("most in flight") >= 8 for report in reports), "four batches at once"
+    assert all(report.pop("most in flight") >= 8 for report in reports), (
+        "four batches at once"
+    )
     assert len({report.pop("steps of an unequal stream") for report in reports}) == 1
     for name in reports[0]:
         epochs = [
-            [sample for report in reports for sample in report[name][epoch]] for epoch in range(2)
+            [sample for report in reports for sample in report[name][epoch]]
+            for epoch in range(2)
         ]
         if name == "weighted":
-            assert [len(set(epoch)) for epoch in epochs] == [16, 16], "without replacement"
+            assert [len(set(epoch)) for epoch in epochs] == [16, 16], (
+                "without replacement"
+            )
             assert {sample % 10 for epoch in epochs for sample in epoch} == {0}
         else:
             assert [sorted(epoch) for epoch in epochs] == [programs.ALL] * 2, name
         if name not in ("one at a time", "split stream"):
             assert epochs[0] != epochs[1], name
-    assert reports[0]["seed"] == reports[0]["seed, workers"] == reports[0]["torch's dataset"]
+    assert (
+        reports[0]["seed"] == reports[0]["seed, workers"] == reports[0]["torch's dataset"]
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "steps"),
     [("generator", 2, 5), ("shards", 2, 5), ("samples", 2, 5), ("seed", 2, 6)],
 )
-@pytest.mark.proves("accelerate", "exact resume in mid-epoch", "resume at the end of an epoch")
+@pytest.mark.proves(
+    "accelerate", "exact resume in mid-epoch", "resume at the end of an epoch"
+)
 @pytest.mark.proves("accelerate", "equal weights after an interruption")
 def test_killed_training_continues_with_the_same_batches_and_weights(
     trained, whole, killed, kind, ranks, steps
@@ -118,7 +127,9 @@ def steps_of(folder, rank):
 
 @pytest.mark.parametrize(("kind", "before", "after"), [("seed", 1, 2), ("seed", 2, 1)])
 @pytest.mark.proves("accelerate", "resume on another number of ranks")
-def test_another_number_of_ranks_continues_the_epoch(trained, whole, killed, kind, before, after):
+def test_another_number_of_ranks_continues_the_epoch(
+    trained, whole, killed, kind, before, after
+):
     folder = killed(kind, before)
     resumed = trained(folder, kind, after)
     steps = [step for rank in range(before) for step in steps_of(folder, rank)]

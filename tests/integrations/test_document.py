@@ -6,11 +6,27 @@ from PIL import Image
 
 from tests.documents import ROOT, python_blocks
 
-IMPORTS = ("accelerate", "lightning", "transformers.trainer", "torchtitan.components.dataloader")
-for package in ("lightning", "accelerate", "transformers", "ray", "torchtitan", "webdataset"):
-    pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
+IMPORTS = (
+    "accelerate",
+    "lightning",
+    "transformers.trainer",
+    "torchtitan.components.dataloader",
+)
+for package in (
+    "lightning",
+    "accelerate",
+    "transformers",
+    "ray",
+    "torchtitan",
+    "webdataset",
+):
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: make test-integrations"
+    )
 
-LIGHTNING, ACCELERATE, TRANSFORMERS, RAY, TORCHTITAN, WEBDATASET = python_blocks("docs/trainers.md")
+LIGHTNING, ACCELERATE, TRANSFORMERS, RAY, TORCHTITAN, WEBDATASET = python_blocks(
+    "docs/trainers.md"
+)
 *_, RAY_ENGINES = python_blocks("docs/ranks.md")
 
 DATASET = """
@@ -92,7 +108,9 @@ model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), 1e-6)
 """
     change = "Accelerator(gradient", "Accelerator(cpu=True, gradient"
-    assert run(before, ACCELERATE, "accelerator.end_training()", change) == list(range(64))
+    assert run(before, ACCELERATE, "accelerator.end_training()", change) == list(
+        range(64)
+    )
     assert (tmp_path / "checkpoint").is_dir()
 
 
@@ -147,7 +165,9 @@ TorchTrainer(
     run_config=RunConfig(storage_path=os.getcwd()),
 ).fit()
 """
-    assert run(before, RAY, after, ("step % 1000 == 999", "step % 2 == 1")) == list(range(64))
+    assert run(before, RAY, after, ("step % 1000 == 999", "step % 2 == 1")) == list(
+        range(64)
+    )
 
 
 def test_program_with_engines_on_ray_runs(run, tmp_path):
@@ -161,7 +181,9 @@ def test_program_with_engines_on_ray_runs(run, tmp_path):
         ("num_workers=128", "num_workers=1"),
         ("print(labels.tolist())", "seen.extend(labels.tolist())"),
     ]
-    assert run("", RAY_ENGINES, "loader.close()\nray.shutdown()", *changes) == list(range(8))
+    assert run("", RAY_ENGINES, "loader.close()\nray.shutdown()", *changes) == list(
+        range(8)
+    )
 
 
 TOKENS = """
@@ -247,7 +269,9 @@ def test_image_and_mask_of_the_page_of_validation_are_cropped_alike(launcher, tm
         (tmp_path / name).mkdir()
     for number in range(8):
         left = np.indices((100, 120))[1] < 50 + number
-        Image.fromarray(left.astype(np.uint8) * 200).save(tmp_path / f"images/{number}.jpg")
+        Image.fromarray(left.astype(np.uint8) * 200).save(
+            tmp_path / f"images/{number}.jpg"
+        )
         mask = Image.fromarray(left.astype(np.uint8), "P")
         mask.putpalette([0, 0, 0, 200, 0, 0])
         mask.save(tmp_path / f"masks/{number}.png")

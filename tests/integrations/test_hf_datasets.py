@@ -57,7 +57,9 @@ def numbers(batches):
 
 
 @pytest.mark.proves(MAP, "same samples as in torch's loader", "with workers")
-@pytest.mark.parametrize(("name", "workers"), [("torch format", 2), *((name, 0) for name in MAPS)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("torch format", 2), *((name, 0) for name in MAPS)]
+)
 def test_map_style_dataset_gives_the_batches_of_torchs_loader(name, workers):
     with hr.DataLoader(MAPS[name](), BATCH, num_workers=workers) as loader:
         assert plain(list(loader)) == plain(list(TorchDataLoader(MAPS[name](), BATCH)))
@@ -90,7 +92,8 @@ def check_continued(made, count):
 @pytest.mark.proves(MAP, "exact resume in mid-epoch")
 def test_map_style_dataset_is_continued():
     check_continued(
-        lambda: hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0), SAMPLES
+        lambda: hr.DataLoader(MAPS["torch format"](), BATCH, shuffle=True, seed=0),
+        SAMPLES,
     )
 
 
@@ -100,7 +103,12 @@ def test_map_style_dataset_is_continued():
         "name",
         "workers",
     ),  # with workers, datasets 5.2 raises an IndexError for the state of shuffled shards
-    [("shuffled shards", 0), ("of a table", 2), ("of a generator", 0), ("of a generator", 2)],
+    [
+        ("shuffled shards", 0),
+        ("of a table", 2),
+        ("of a generator", 0),
+        ("of a generator", 2),
+    ],
 )
 def test_stream_is_continued_in_its_second_epoch(name, workers):
     made = functools.partial(hr.DataLoader, batch_size=BATCH, num_workers=workers)
@@ -132,9 +140,13 @@ def of_rank():
     rank = hr.get_rank_info().rank
     dataset = MAPS["torch format"]()
     loaders = {
-        "map-style": hr.DataLoader(dataset, BATCH, sampler=hr.ElasticSampler(dataset, seed=0))
+        "map-style": hr.DataLoader(
+            dataset, BATCH, sampler=hr.ElasticSampler(dataset, seed=0)
+        )
     }
     for workers in (0, 2):
         stream = split_dataset_by_node(STREAMS["shuffled shards"](), rank, 2)
-        loaders[f"stream, {workers} workers"] = hr.DataLoader(stream, BATCH, num_workers=workers)
+        loaders[f"stream, {workers} workers"] = hr.DataLoader(
+            stream, BATCH, num_workers=workers
+        )
     return {name: numbers(loader) for name, loader in loaders.items()}

@@ -15,7 +15,9 @@ import headrace as hr
 
 LIBRARIES = ("timm", "ultralytics", "torch_geometric", "monai")
 for package in LIBRARIES:
-    pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: make test-integrations"
+    )
 
 IDENTICAL = ("identical batches", "identical batches with workers")
 workers_or_none = pytest.mark.parametrize("workers", [0, 2])
@@ -47,7 +49,9 @@ def epochs(make, count=2, modules=(), **arguments):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        with with_loader(kind, *modules) if modules else contextlib.nullcontext() as module:
+        with (
+            with_loader(kind, *modules) if modules else contextlib.nullcontext() as module
+        ):
             loader = make(module or kind, **arguments)
             results.append([[plain(batch) for batch in loader] for _ in range(count)])
             inner = getattr(loader, "loader", loader)  # timm's PrefetchLoader holds it
@@ -82,7 +86,9 @@ class Images(torch.utils.data.Dataset):
     def __getitem__(self, index):
         from PIL import Image
 
-        pixels = np.random.default_rng(index).integers(0, 255, (24, 24, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(index).integers(
+            0, 255, (24, 24, 3), dtype=np.uint8
+        )
         image = Image.fromarray(pixels)
         return (image if self.transform is None else self.transform(image)), index
 
@@ -138,9 +144,9 @@ def test_ultralytics(workers):
 
     torchs, ours = epochs(make, count=3, modules=["ultralytics.data.build"])
     assert torchs == ours
-    assert [sorted(index for batch in epoch for index in batch["index"]) for epoch in ours] == [
-        [*range(10)]
-    ] * 3
+    assert [
+        sorted(index for batch in epoch for index in batch["index"]) for epoch in ours
+    ] == [[*range(10)]] * 3
 
 
 @workers_or_none
@@ -168,7 +174,13 @@ def test_pytorch_geometric(workers):
 @pytest.mark.proves("MONAI", *IDENTICAL)
 def test_monai(workers):
     from monai.data import Dataset
-    from monai.transforms import Compose, RandFlipd, RandGaussianNoised, ScaleIntensityd, ToTensord
+    from monai.transforms import (
+        Compose,
+        RandFlipd,
+        RandGaussianNoised,
+        ScaleIntensityd,
+        ToTensord,
+    )
 
     items = [
         {"image": np.arange(16.0, dtype=np.float32).reshape(1, 4, 4) + number}
@@ -184,7 +196,10 @@ def test_monai(workers):
 
     def make(module):
         return module.DataLoader(
-            Dataset(items, Compose(steps)), batch_size=3, shuffle=True, num_workers=workers
+            Dataset(items, Compose(steps)),
+            batch_size=3,
+            shuffle=True,
+            num_workers=workers,
         )
 
     torchs, ours = epochs(make, modules=["monai.data.dataloader"])

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import headrace as hr
 
-pytest.importorskip("lightning", reason="lightning is not installed: make test-integrations")
+pytest.importorskip(
+    "lightning", reason="lightning is not installed: make test-integrations"
+)
 
 from lightning.fabric.utilities import data
 from lightning.pytorch import callbacks
@@ -33,7 +35,9 @@ TENFOLD = [10 * number for number in range(jobs.SAMPLES)]
 
 @pytest.mark.proves(TRAINER, "transform is applied once")
 def test_transform_is_applied_once_by_a_rebuilt_loader_with_another_sampler():
-    loader = hr.DataLoader(Numbers(12), batch_size=4, shuffle=True, seed=5, transform=tenfold)
+    loader = hr.DataLoader(
+        Numbers(12), batch_size=4, shuffle=True, seed=5, transform=tenfold
+    )
     sampler = DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=False)
     again = data._update_dataloader(loader, sampler)
     assert type(again) is hr.DataLoader
@@ -65,14 +69,19 @@ def test_job_resumed_after_any_batch_or_an_epoch_goes_on_as_if_it_had_not_stoppe
         orders = [batches for _, batches in whole["seen"][::of_epoch]]
         assert orders[0] != orders[1] != orders[2] != orders[0]
     points = {
-        f"step={step}": step for step in (1, of_epoch - 1, of_epoch, 2 * of_epoch - 2, 2 * of_epoch)
+        f"step={step}": step
+        for step in (1, of_epoch - 1, of_epoch, 2 * of_epoch - 2, 2 * of_epoch)
     }
     points |= {f"epoch={epoch}": (epoch + 1) * of_epoch for epoch in (0, 1)}
     for name, step in points.items():
-        check_resumed(whole, jobs.train(make(pattern), resume=tmp_path / f"{name}.ckpt"), step)
+        check_resumed(
+            whole, jobs.train(make(pattern), resume=tmp_path / f"{name}.ckpt"), step
+        )
     longer = jobs.train(make(pattern), epochs=4)
     check_resumed(
-        longer, jobs.train(make(pattern), epochs=4, resume=tmp_path / "epoch=2.ckpt"), 3 * of_epoch
+        longer,
+        jobs.train(make(pattern), epochs=4, resume=tmp_path / "epoch=2.ckpt"),
+        3 * of_epoch,
     )
 
 
@@ -92,8 +101,12 @@ OPTIONS_OF_TRAINERS = {
 
 
 @pytest.mark.proves(TRAINER, "exact resume in mid-epoch", "resume at the end of an epoch")
-@pytest.mark.parametrize(("kind", "options"), OPTIONS_OF_TRAINERS.values(), ids=OPTIONS_OF_TRAINERS)
-def test_resumed_job_is_exact_with_options_of_the_trainer(kind, options, tmp_path, pattern):
+@pytest.mark.parametrize(
+    ("kind", "options"), OPTIONS_OF_TRAINERS.values(), ids=OPTIONS_OF_TRAINERS
+)
+def test_resumed_job_is_exact_with_options_of_the_trainer(
+    kind, options, tmp_path, pattern
+):
     make, options = jobs.KINDS[kind], dict(options)
     model = options.pop("model", jobs.Model)
     if options.pop("validation", False):
@@ -115,11 +128,15 @@ def test_resumed_job_is_exact_with_options_of_the_trainer(kind, options, tmp_pat
 @pytest.mark.proves(TRAINER, "exact resume in mid-epoch")
 def test_gradients_accumulate_over_the_same_batches_after_a_resume(tmp_path, pattern):
     make = jobs.KINDS["seeded"]
-    whole = jobs.train(make(pattern), saves=[jobs.each_step(tmp_path)], accumulate_grad_batches=2)
+    whole = jobs.train(
+        make(pattern), saves=[jobs.each_step(tmp_path)], accumulate_grad_batches=2
+    )
     # Of 5 batches the last is a step by itself.
     for step, batch in ((2, 4), (3, 5), (4, 7)):
         resumed = jobs.train(
-            make(pattern), resume=tmp_path / f"step={step}.ckpt", accumulate_grad_batches=2
+            make(pattern),
+            resume=tmp_path / f"step={step}.ckpt",
+            accumulate_grad_batches=2,
         )
         check_resumed(whole, resumed, batch)
 
@@ -138,7 +155,9 @@ class TwoBatches(jobs.Model):
     """A step takes two batches itself."""
 
     def training_step(self, dataloader_iter):
-        return super().training_step([next(dataloader_iter)[0], next(dataloader_iter)[0]], None)
+        return super().training_step(
+            [next(dataloader_iter)[0], next(dataloader_iter)[0]], None
+        )
 
 
 def test_job_whose_steps_take_several_batches_continues_with_the_remaining_samples(
@@ -148,22 +167,34 @@ def test_job_whose_steps_take_several_batches_continues_with_the_remaining_sampl
     with pytest.warns(UserWarning, match="training_step takes dataloader_iter"):
         whole = jobs.train(loader, model=TwoBatches(), saves=saves)
     for epoch in range(jobs.EPOCHS):
-        assert sorted(flat(batch for number, batch in whole["seen"] if number == epoch)) == TENFOLD
+        assert (
+            sorted(flat(batch for number, batch in whole["seen"] if number == epoch))
+            == TENFOLD
+        )
     for step in (2, 5, 7):
-        resumed = jobs.train(loader, model=TwoBatches(), resume=tmp_path / f"step={step}.ckpt")
+        resumed = jobs.train(
+            loader, model=TwoBatches(), resume=tmp_path / f"step={step}.ckpt"
+        )
         check_resumed(whole, resumed, step)
 
 
 def test_checkpoint_without_a_state_of_the_loader_is_a_warning(tmp_path):
-    jobs.train(DataLoader(TorchNumbers(40), 8), saves=[jobs.each_step(tmp_path)], epochs=1)
+    jobs.train(
+        DataLoader(TorchNumbers(40), 8), saves=[jobs.each_step(tmp_path)], epochs=1
+    )
     with pytest.warns(
-        UserWarning, match="saved after batch 2 of an epoch, and has no state of this loader"
+        UserWarning,
+        match="saved after batch 2 of an epoch, and has no state of this loader",
     ):
-        jobs.train(hr.DataLoader(TorchNumbers(40), 8), resume=tmp_path / "step=2.ckpt", epochs=1)
+        jobs.train(
+            hr.DataLoader(TorchNumbers(40), 8), resume=tmp_path / "step=2.ckpt", epochs=1
+        )
 
 
 @pytest.mark.proves(TRAINER, "headrace fetches", "nothing left behind")
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str
+)
 def test_nothing_is_left_after_fit(options):
     with hr.DataLoader(
         Numbers(8), num_workers=1
@@ -176,9 +207,13 @@ def test_nothing_is_left_after_fit(options):
     loader = hr.DataLoader(
         dataset, 8, shuffle=True, seed=5, concurrency=3, transform=tenfold, **options
     )
-    result = jobs.train(loader, validation=hr.DataLoader(Numbers(jobs.SAMPLES), 8), epochs=2)
+    result = jobs.train(
+        loader, validation=hr.DataLoader(Numbers(jobs.SAMPLES), 8), epochs=2
+    )
     assert (
-        sorted(sample for epoch, batch in result["seen"] if epoch == 1 for sample in batch)
+        sorted(
+            sample for epoch, batch in result["seen"] if epoch == 1 for sample in batch
+        )
         == TENFOLD
     )
     assert options or dataset.most == 3
@@ -190,11 +225,17 @@ def test_nothing_is_left_after_fit(options):
 @pytest.mark.proves(TRAINER, "evaluation")
 def test_evaluation_reads_each_sample_once():
     evaluation = [jobs.map_style(8), hr.DataLoader(TorchNumbers(jobs.SAMPLES), 8)]
-    model, trainer = Several(), jobs.trainer_of(num_sanity_val_steps=2, val_check_interval=2)
+    model, trainer = (
+        Several(),
+        jobs.trainer_of(num_sanity_val_steps=2, val_check_interval=2),
+    )
     trainer.fit(model, jobs.KINDS["seeded"](""), jobs.map_style(8))
     for epoch in range(jobs.EPOCHS):
         validated = [
-            sample for number, batch in model.validated if number == epoch for sample in batch
+            sample
+            for number, batch in model.validated
+            if number == epoch
+            for sample in batch
         ]
         assert sorted(validated) == sorted(2 * TENFOLD)
     trainer.callbacks.append(Indices("batch"))
@@ -247,12 +288,16 @@ def test_loaders_made_anew_for_each_epoch_have_other_orders():
         def train_dataloader(self):
             return jobs.KINDS["seeded"]("")
 
-    seen = jobs.train(None, model=Reloading(), reload_dataloaders_every_n_epochs=1)["seen"]
+    seen = jobs.train(None, model=Reloading(), reload_dataloaders_every_n_epochs=1)[
+        "seen"
+    ]
     assert seen == jobs.train(jobs.KINDS["seeded"](""))["seen"]
 
 
 def test_callback_is_sent_to_the_processes_that_lightning_spawns():
-    (made,) = [each for each in jobs.trainer_of().callbacks if type(each).__name__ == "Positions"]
+    (made,) = [
+        each for each in jobs.trainer_of().callbacks if type(each).__name__ == "Positions"
+    ]
     (sent,) = pickle.loads(pickle.dumps([made]))
     assert isinstance(sent, callbacks.Callback)
     assert type(sent).__name__ == "Positions"

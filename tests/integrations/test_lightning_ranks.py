@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-pytest.importorskip("lightning", reason="lightning is not installed: make test-integrations")
+pytest.importorskip(
+    "lightning", reason="lightning is not installed: make test-integrations"
+)
 
 from tests.integrations import lightning_jobs as jobs
 
@@ -25,14 +27,18 @@ def runs(launcher, tmp_path_factory, pattern):
 
 
 def samples(run, epoch):
-    return [sample for number, batch in run["seen"] if number == epoch for sample in batch]
+    return [
+        sample for number, batch in run["seen"] if number == epoch for sample in batch
+    ]
 
 
 by_kind = pytest.mark.parametrize("kind", jobs.ON_RANKS)
 
 
 @by_kind
-@pytest.mark.proves(TRAINER, "each sample once, on two ranks", "another order in each epoch")
+@pytest.mark.proves(
+    TRAINER, "each sample once, on two ranks", "another order in each epoch"
+)
 def test_ranks_share_all_samples_in_another_order_each_epoch(runs, kind):
     orders = []
     for epoch in range(jobs.EPOCHS):
@@ -72,14 +78,19 @@ def test_one_rank_continues_the_epoch_of_two(runs, kind):
             for sample in batch
         ]
         for epoch in range(first, jobs.EPOCHS):
-            assert sorted(samples(resumed, epoch) + (given if epoch == first else [])) == TENFOLD
+            assert (
+                sorted(samples(resumed, epoch) + (given if epoch == first else []))
+                == TENFOLD
+            )
 
 
 @pytest.mark.proves(TRAINER, "resume on another number of ranks")
 def test_two_ranks_continue_the_epoch_of_one(launcher, tmp_path, pattern):
     kinds, folder = ("seeded",), str(tmp_path)
     (report,) = launcher.run(jobs.whole_and_resumed, folder, pattern, kinds, ())
-    given = [sample for _, batch in report["seeded"]["whole"]["seen"][:4] for sample in batch]
+    given = [
+        sample for _, batch in report["seeded"]["whole"]["seen"][:4] for sample in batch
+    ]
     on_two = launcher.run(jobs.resumed, folder, pattern, kinds, (4,), ranks=2)
     for epoch in range(jobs.EPOCHS):
         now = [sample for run in on_two for sample in samples(run["seeded"][4], epoch)]
@@ -111,7 +122,9 @@ def by_fabric(launcher, tmp_path_factory, pattern):
     runs = {"whole": launcher.run(jobs.with_fabric, folder, pattern, ranks=2)}
     for point in ("middle", "end"):
         runs[point] = launcher.run(jobs.with_fabric, folder, pattern, point, ranks=2)
-    return runs | {"two by one": launcher.run(jobs.with_fabric, folder, pattern, "middle")}
+    return runs | {
+        "two by one": launcher.run(jobs.with_fabric, folder, pattern, "middle")
+    }
 
 
 FABRIC = "Lightning Fabric"
@@ -119,7 +132,10 @@ NOT_PROVEN = {(FABRIC, "evaluation"): "your loop"}
 
 
 @pytest.mark.proves(
-    FABRIC, "headrace fetches", "transform is applied once", "each sample once, on two ranks"
+    FABRIC,
+    "headrace fetches",
+    "transform is applied once",
+    "each sample once, on two ranks",
 )
 @pytest.mark.proves(FABRIC, "another order in each epoch")
 def test_fabric_gives_each_sample_once_in_another_order_each_epoch(by_fabric):
@@ -127,7 +143,8 @@ def test_fabric_gives_each_sample_once_in_another_order_each_epoch(by_fabric):
     for kind in ("seeded", "shards"):
         epochs = zip(*(run["seen"][kind] for run in whole), strict=True)
         orders = [
-            [sample for part in parts for batch in part for sample in batch] for parts in epochs
+            [sample for part in parts for batch in part for sample in batch]
+            for parts in epochs
         ]
         assert all(sorted(order) == TENFOLD for order in orders)
         assert orders[0] != orders[1] != orders[2]
@@ -143,7 +160,9 @@ def test_loader_restored_by_fabric_continues_and_has_the_orders_that_would_have_
 ):
     for whole, resumed in zip(by_fabric["whole"], by_fabric[point], strict=True):
         for kind, (_, second, third) in whole["seen"].items():
-            assert resumed["seen"][kind] == ([second[2:], third] if point == "middle" else [third])
+            assert resumed["seen"][kind] == (
+                [second[2:], third] if point == "middle" else [third]
+            )
         assert resumed["weight"] == whole["weight"]
 
 
@@ -160,20 +179,32 @@ def test_loader_restored_by_fabric_on_one_rank_gives_the_rest_of_two(by_fabric):
     assert sorted(given + rest) == TENFOLD
 
 
-@pytest.mark.proves(FABRIC, "equal steps for streams of unknown length", "nothing left behind")
+@pytest.mark.proves(
+    FABRIC, "equal steps for streams of unknown length", "nothing left behind"
+)
 def test_fabric_makes_equally_many_steps_on_ranks_and_leaves_no_thread(by_fabric):
     ranks = by_fabric["whole"]
     assert [run["steps"] for run in ranks] == [5, 5]  # 37 samples in batches of 4
     assert [run["left"] for run in ranks] == [["MainThread"], ["MainThread"]]
 
 
-def test_ranks_of_lightnings_launcher_share_all_samples_in_each_epoch(launcher, tmp_path, pattern):
+def test_ranks_of_lightnings_launcher_share_all_samples_in_each_epoch(
+    launcher, tmp_path, pattern
+):
     launcher.run(jobs.launch, str(tmp_path), pattern)
     both = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    for name, expected in (("lines, workers", list(range(jobs.SAMPLES))), ("blocks", TENFOLD)):
+    for name, expected in (
+        ("lines, workers", list(range(jobs.SAMPLES))),
+        ("blocks", TENFOLD),
+    ):
         orders = [
             [
-                [sample for number, batch in seen if number == epoch for sample in batch[name]]
+                [
+                    sample
+                    for number, batch in seen
+                    if number == epoch
+                    for sample in batch[name]
+                ]
                 for seen in both
             ]
             for epoch in range(2)

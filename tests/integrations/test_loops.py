@@ -17,7 +17,9 @@ IMPORTS = (
     "torchtitan.components.dataloader",
 )
 pytestmark = [  # without importing them here, which takes long
-    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    pytest.mark.skipif(
+        importlib.util.find_spec(name) is None, reason=f"{name} is not installed"
+    )
     for name in ("ignite", "skorch", "fastai", "torchtitan")
 ]
 
@@ -50,7 +52,8 @@ class Reports:
         ended, _ = launcher.run_to_end(loops.be_killed, trainer, folder, ranks=ranks)
         assert ended[-1][0] == -9, ended[-1][1]
         self.killed = [
-            json.loads(Path(folder, f"steps{rank}.json").read_text()) for rank in range(ranks)
+            json.loads(Path(folder, f"steps{rank}.json").read_text())
+            for rank in range(ranks)
         ]
         self.of_ranks = launcher.run(loops.run_and_continue, trainer, folder, ranks=ranks)
         (self.alone,) = launcher.run(loops.continue_alone, trainer, folder)
@@ -70,7 +73,8 @@ def together(steps):
 def test_model_sees_each_sample_once_in_another_order_in_each_epoch(reports):
     assert all(report["most in flight"] > 2 * loops.BATCH for report in reports.of_ranks)
     epochs = [
-        [report["epochs"][number] for report in reports.of_ranks] for number in range(loops.EPOCHS)
+        [report["epochs"][number] for report in reports.of_ranks]
+        for number in range(loops.EPOCHS)
     ]
     assert together(epochs[0]) == together(epochs[1]) == list(range(loops.SAMPLES))
     assert epochs[0] != epochs[1]
@@ -85,13 +89,17 @@ def test_two_ranks_share_the_samples_of_an_epoch(reports):
 
 @of_each("equal steps for streams of unknown length", without=["skorch", "fastai"])
 def test_ranks_that_cannot_share_a_stream_evenly_take_the_same_steps(reports):
-    assert [report["steps of the stream"] for report in reports.of_ranks] == [5 * loops.EPOCHS] * 2
+    assert [report["steps of the stream"] for report in reports.of_ranks] == [
+        5 * loops.EPOCHS
+    ] * 2
 
 
 @of_each("evaluation")
 def test_evaluation_sees_every_sample_in_each_epoch(reports):
     evaluated = [report["evaluated"] for report in reports.of_ranks]
-    assert sorted(itertools.chain(*evaluated)) == sorted([*range(loops.SAMPLES)] * loops.EPOCHS)
+    assert sorted(itertools.chain(*evaluated)) == sorted(
+        [*range(loops.SAMPLES)] * loops.EPOCHS
+    )
 
 
 @of_each(
@@ -99,7 +107,9 @@ def test_evaluation_sees_every_sample_in_each_epoch(reports):
     "resume at the end of an epoch",
     "equal weights after an interruption",
 )
-def test_job_killed_in_an_epoch_continues_after_its_checkpoint_with_equal_weights(reports):
+def test_job_killed_in_an_epoch_continues_after_its_checkpoint_with_equal_weights(
+    reports,
+):
     for killed, report in zip(reports.killed, reports.of_ranks, strict=True):
         whole = [*report["epochs"][0], *report["epochs"][1]]
         assert killed == whole[: len(killed)]

@@ -52,7 +52,12 @@ def shards(folder, **options):
         seed=1,
         **options,
     )
-    return dataset.compose(webdataset.detshuffle(5, seed=2)).decode().to_tuple("cls").map(first)
+    return (
+        dataset.compose(webdataset.detshuffle(5, seed=2))
+        .decode()
+        .to_tuple("cls")
+        .map(first)
+    )
 
 
 def first(sample):
@@ -88,7 +93,9 @@ def objects(kind, url, **options):
         region="us-east-1",
         endpoint=endpoint,
         transform=number_of,
-        s3client_config=s3torchconnector.S3ClientConfig(unsigned=True, force_path_style=True),
+        s3client_config=s3torchconnector.S3ClientConfig(
+            unsigned=True, force_path_style=True
+        ),
         **options,
     )
 
@@ -100,7 +107,9 @@ def folder(tmp_path_factory):
     (folder / "tar").mkdir()
     for shard in range(4):
         numbers = range(shard * 10, shard * 10 + 10)
-        tar = tars.members(*((f"{number:02}.cls", b"%02d" % number) for number in numbers))
+        tar = tars.members(
+            *((f"{number:02}.cls", b"%02d" % number) for number in numbers)
+        )
         (folder / "tar" / f"{shard}.tar").write_bytes(tar)
     writer = litdata.streaming.Cache(str(folder / "chunks"), chunk_size=5)
     for number in range(SAMPLES):
@@ -112,7 +121,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url():
-    with ObjectServer({f"{number:02}": b"%d" % number for number in range(SAMPLES)}) as server:
+    with ObjectServer(
+        {f"{number:02}": b"%d" % number for number in range(SAMPLES)}
+    ) as server:
         yield server.http_url
 
 
@@ -167,11 +178,14 @@ def for_torch(dataset):
 
 def proving(row, *more):
     return [
-        pytest.param(column, *more, marks=pytest.mark.proves(column, row)) for column in COLUMNS
+        pytest.param(column, *more, marks=pytest.mark.proves(column, row))
+        for column in COLUMNS
     ]
 
 
-@pytest.mark.parametrize(("column", "workers"), [*proving(SAME, 0), *proving(WORKERS, 2)[:-1]])
+@pytest.mark.parametrize(
+    ("column", "workers"), [*proving(SAME, 0), *proving(WORKERS, 2)[:-1]]
+)
 def test_samples_are_those_of_torchs_loader(places, column, workers):
     torchs = numbers(TorchDataLoader(for_torch(places[column]()), 4, num_workers=workers))
     with hr.DataLoader(places[column](), 4, num_workers=workers) as loader:
@@ -212,7 +226,11 @@ def test_restored_loader_continues_in_mid_epoch_and_warns_of_a_stream_that_is_re
 ):
     warning = "it is read again from its start, .* must be the same, in the same order"
     stateless = column in ("webdataset", "litdata", "s3torchconnector, stream")
-    with pytest.warns(UserWarning, match=warning) if stateless else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match=warning)
+        if stateless
+        else contextlib.nullcontext()
+    ):
         first, again = restored(places[column], epoch=0)
         assert first == again
         second, again = restored(places[column], epoch=1)
@@ -226,14 +244,18 @@ def read_in_ranks(folder, url):
     torch.distributed.init_process_group("gloo")
     report = {}
     undivided = {
-        "webdataset without a split": functools.partial(shards, f"{folder}/tar", nodesplitter=None),
+        "webdataset without a split": functools.partial(
+            shards, f"{folder}/tar", nodesplitter=None
+        ),
         "s3torchconnector without a split": functools.partial(
             objects, s3torchconnector.S3IterableDataset, url
         ),
     }
     for name, make in {**makers(folder, url), **undivided}.items():
         for workers in (
-            (0, 2) if name in ("webdataset", "litdata", "s3torchconnector, stream") else (0,)
+            (0, 2)
+            if name in ("webdataset", "litdata", "s3torchconnector, stream")
+            else (0,)
         ):
             for kind in (TorchDataLoader, hr.DataLoader):
                 dataset = for_torch(make()) if kind is TorchDataLoader else make()
@@ -255,7 +277,9 @@ def read_in_ranks(folder, url):
                 report[name, workers, kind is hr.DataLoader] = given, len(said)
     try:
         numbers(
-            hr.DataLoader(webdataset.WebDataset([f"{folder}/tar/0.tar"], shardshuffle=False), 4)
+            hr.DataLoader(
+                webdataset.WebDataset([f"{folder}/tar/0.tar"], shardshuffle=False), 4
+            )
         )
     except ValueError as error:
         report["webdataset by default"] = str(error)
@@ -274,7 +298,9 @@ def test_ranks_share_the_samples(of_ranks, column):
     assert len(settings) >= 2
     for key in settings:
         assert sorted(of_ranks[0][key][0] + of_ranks[1][key][0]) == [*range(SAMPLES)], key
-        assert of_ranks[0][key][0] == of_ranks[0][*key[:2], False][0], "not as in torch's loader"
+        assert of_ranks[0][key][0] == of_ranks[0][*key[:2], False][0], (
+            "not as in torch's loader"
+        )
         assert of_ranks[0][key][1] == 0, "a warning that is not true"
 
 
@@ -294,7 +320,9 @@ def test_webdataset_reads_packed_shards(tmp_path):
         {"cls": n, "npy": np.full(3, n), "json": {"n": [n]}, "seg.txt": f"é{n}"}
         for n in range(SAMPLES)
     ]
-    samples = [{"__key__": f"a/{number:02}", **each} for number, each in enumerate(fields)]
+    samples = [
+        {"__key__": f"a/{number:02}", **each} for number, each in enumerate(fields)
+    ]
     assert hr.pack(samples, tmp_path, samples_per_shard=20).shards > 1
     names = [str(path) for path in sorted(tmp_path.glob("*.tar"))]
     for found, sample in zip(

@@ -42,10 +42,17 @@ def address():
     """A cluster of one node, without spilling."""
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": on_ray.STORE}
+    options = {
+        "num_cpus": 4,
+        "include_dashboard": False,
+        "object_store_memory": on_ray.STORE,
+    }
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={**options, "_system_config": {"automatic_object_spilling_enabled": False}},
+        head_node_args={
+            **options,
+            "_system_config": {"automatic_object_spilling_enabled": False},
+        },
     )
     yield cluster.address
     cluster.shutdown()
@@ -53,7 +60,9 @@ def address():
 
 @pytest.fixture(scope="module")
 def report(launcher, address, pattern, tmp_path_factory):
-    return launcher.run(on_ray.engines, address, tmp_path_factory.mktemp("engines"), pattern)[0]
+    return launcher.run(
+        on_ray.engines, address, tmp_path_factory.mktemp("engines"), pattern
+    )[0]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +88,9 @@ def test_state_is_continued_without_ray(report):
 
 
 @pytest.mark.parametrize("loss", on_ray.LOSSES)
-def test_lost_engine_is_replaced_and_the_batches_do_not_change(report, on_one_machine, loss):
+def test_lost_engine_is_replaced_and_the_batches_do_not_change(
+    report, on_one_machine, loss
+):
     found, warned = report[loss]
     assert found == on_one_machine[0]
     matches = [LOST.match(warning) for warning in warned]
@@ -158,8 +169,12 @@ def together(steps, epoch):
 
 
 @pytest.mark.proves(COLUMN, "headrace fetches", "transform is applied once")
-@pytest.mark.proves(COLUMN, "each sample once, on two ranks", "another order in each epoch")
-def test_two_workers_share_the_samples_of_an_epoch_in_another_order(reports, uninterrupted):
+@pytest.mark.proves(
+    COLUMN, "each sample once, on two ranks", "another order in each epoch"
+)
+def test_two_workers_share_the_samples_of_an_epoch_in_another_order(
+    reports, uninterrupted
+):
     assert min(reports.of_ranks("attempt1", "most")) > on_ray.TRAIN_BATCH
     steps, (orders, _) = reports.of_ranks("attempt1", "steps"), uninterrupted
     assert together(steps, 1) == ALL
@@ -171,19 +186,25 @@ def test_two_workers_share_the_samples_of_an_epoch_in_another_order(reports, uni
     ]
 
 
-@pytest.mark.proves(COLUMN, "exact resume in mid-epoch", "equal weights after an interruption")
+@pytest.mark.proves(
+    COLUMN, "exact resume in mid-epoch", "equal weights after an interruption"
+)
 def test_workers_that_are_restarted_after_a_kill_continue_after_the_checkpoint(
     reports, uninterrupted
 ):
     orders, weights = uninterrupted
-    attempts = (reports.of_ranks(attempt, "steps") for attempt in ("attempt0", "attempt1"))
+    attempts = (
+        reports.of_ranks(attempt, "steps") for attempt in ("attempt0", "attempt1")
+    )
     for killed, resumed, whole in zip(*attempts, orders, strict=True):
         assert killed[:KILLED_AT] == whole[:KILLED_AT]
         assert resumed == whole[SAVED_AT:]
     assert reports.of_ranks("attempt1", "weights") == [weights, weights]
 
 
-@pytest.mark.proves(COLUMN, "resume on another number of ranks", "resume at the end of an epoch")
+@pytest.mark.proves(
+    COLUMN, "resume on another number of ranks", "resume at the end of an epoch"
+)
 def test_one_process_reads_the_rest_of_an_epoch_of_two_workers(reports):
     rest = reports["from middle"]["steps"]
     given = [steps[:SAVED_AT] for steps in reports.of_ranks("attempt0", "steps")]
@@ -209,7 +230,9 @@ def test_two_workers_share_the_samples_of_other_loaders(reports):
 
 @pytest.mark.proves(COLUMN, "nothing left behind")
 def test_no_process_of_a_loader_outlives_the_job(reports):
-    assert reports["attempt0 rank1"]["processes"], "the killed worker's loader had no process"
+    assert reports["attempt0 rank1"]["processes"], (
+        "the killed worker's loader had no process"
+    )
     assert reports.alive == []
 
 

@@ -22,7 +22,9 @@ for package in (
     "timm",
     "monai",
 ):
-    pytest.importorskip(package, reason=f"{package} is not installed: make test-integrations")
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: make test-integrations"
+    )
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "trainers.md"
@@ -32,11 +34,15 @@ def cells_of_document():
     """The cells of its tables, by (column, row): ✓, or why not."""
     cells = {}
     for table in re.findall(
-        r"<!-- table: \w+ -->(.*?)<!-- end of table", DOCUMENT.read_text("utf-8"), re.DOTALL
+        r"<!-- table: \w+ -->(.*?)<!-- end of table",
+        DOCUMENT.read_text("utf-8"),
+        re.DOTALL,
     ):
         heading = re.search(r"^In (.*?):$", table, re.MULTILINE | re.DOTALL)[1]
         columns = " ".join(heading.split()).split("; ")
-        for row, missing in re.findall(r"^\| ([^|]+?) \| ?(.*?) ?\|$", table, re.MULTILINE):
+        for row, missing in re.findall(
+            r"^\| ([^|]+?) \| ?(.*?) ?\|$", table, re.MULTILINE
+        ):
             reasons = dict(each.split(": ") for each in missing.split("; ") if each)
             assert reasons.keys() <= set(columns)
             cells |= {(column, row): reasons.get(column, "✓") for column in columns}

@@ -12,14 +12,21 @@ import headrace as hr
 from tests.integrations.common import plain
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-BatchSampler, RandomSampler = torchdata.sampler.BatchSampler, torchdata.sampler.RandomSampler
+BatchSampler, RandomSampler = (
+    torchdata.sampler.BatchSampler,
+    torchdata.sampler.RandomSampler,
+)
 StatefulDistributedSampler = torchdata.sampler.StatefulDistributedSampler
 
 # torchdata 0.11 calls it, torch 2.13 warns
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 everywhere = pytest.mark.parametrize(
     ("loader_class", "options"),
-    [(torchdata.StatefulDataLoader, {}), (hr.DataLoader, {}), (hr.DataLoader, {"num_workers": 3})],
+    [
+        (torchdata.StatefulDataLoader, {}),
+        (hr.DataLoader, {}),
+        (hr.DataLoader, {"num_workers": 3}),
+    ],
     ids=["torchdata", "headrace", "headrace, workers"],
 )
 
@@ -122,7 +129,10 @@ CASES = {
         list(range(12)), batch_sampler=BatchSampler(MySampler(12, 1, 12), 5, True), **k
     ),
     "distributed sampler": lambda loader, **k: loader(
-        list(range(12)), 2, sampler=StatefulDistributedSampler(range(12), 2, 1, seed=3), **k
+        list(range(12)),
+        2,
+        sampler=StatefulDistributedSampler(range(12), 2, 1, seed=3),
+        **k,
     ),
 }
 """Loaders, by the part that has a state."""
@@ -163,7 +173,9 @@ def test_restored_loader_continues_after_the_last_batch(loader_class, name, opti
 
 @everywhere
 @pytest.mark.parametrize("name", ["documented sampler", "documented stream"])
-def test_loader_goes_back_to_its_own_states_any_number_of_times(loader_class, name, options):
+def test_loader_goes_back_to_its_own_states_any_number_of_times(
+    loader_class, name, options
+):
     loader = CASES[name](loader_class, **options)
     iterator = iter(loader)
     start = loader.state_dict()
@@ -203,7 +215,9 @@ class Reversed(torch.utils.data.Sampler):
 
 
 @pytest.mark.parametrize("loader_class", [torchdata.StatefulDataLoader, hr.DataLoader])
-def test_state_has_what_the_loop_changed_in_the_sampler_since_the_last_batch(loader_class):
+def test_state_has_what_the_loop_changed_in_the_sampler_since_the_last_batch(
+    loader_class,
+):
     def train(loader, given):
         for batch in loader:
             given.append(plain(batch))
@@ -221,11 +235,15 @@ def test_state_has_what_the_loop_changed_in_the_sampler_since_the_last_batch(loa
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("point", ["last batch", "end"])
-def test_distributed_sampler_that_was_restored_at_its_end_gives_a_whole_next_epoch(point, workers):
+def test_distributed_sampler_that_was_restored_at_its_end_gives_a_whole_next_epoch(
+    point, workers
+):
     # torchdata's own loader gives an empty epoch after the end, without workers.
     def make():
         sampler = StatefulDistributedSampler(range(37), 2, 1, seed=3)
-        return hr.DataLoader(range(37), 4, sampler=sampler, num_workers=workers, drop_last=True)
+        return hr.DataLoader(
+            range(37), 4, sampler=sampler, num_workers=workers, drop_last=True
+        )
 
     loader, states, epochs = make(), {}, []
     for epoch in range(3):

@@ -11,7 +11,9 @@ from tests.integrations import hf_jobs as jobs
 IMPORTS = ("transformers.trainer", "datasets", "headrace.integrations.transformers")
 ALL = jobs.ALL
 TRAINER = "transformers Trainer"
-NOT_PROVEN = {(TRAINER, "equal steps for streams of unknown length"): "`max_steps` ends training"}
+NOT_PROVEN = {
+    (TRAINER, "equal steps for streams of unknown length"): "`max_steps` ends training"
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,10 @@ def interrupted(launch, tmp_path_factory):
 
 
 @pytest.mark.proves(
-    TRAINER, "headrace fetches", "transform is applied once", "another order in each epoch"
+    TRAINER,
+    "headrace fetches",
+    "transform is applied once",
+    "another order in each epoch",
 )
 def test_each_epoch_is_all_samples_transformed_in_another_order(interrupted):
     whole, _, _ = interrupted
@@ -44,7 +49,9 @@ def test_no_thread_or_process_is_left_after_training_or_an_error(interrupted):
 
 @pytest.mark.proves(TRAINER, "exact resume in mid-epoch", "resume at the end of an epoch")
 @pytest.mark.parametrize("step", [2, 6, 8])  # the epoch ends with step 6
-def test_continued_training_has_the_remaining_samples_and_equal_weights(interrupted, step):
+def test_continued_training_has_the_remaining_samples_and_equal_weights(
+    interrupted, step
+):
     whole, _, continued = interrupted
     given = 8 * step if step < 6 else 44 + 8 * (step - 6)
     assert continued[step].samples == whole.samples[given:]
@@ -86,7 +93,9 @@ def test_two_ranks_share_each_epoch_and_streams(ranks):
 
 @pytest.mark.proves(TRAINER, "equal weights after an interruption")
 def test_two_killed_ranks_continue_with_equal_weights(launch, ranks, killed):
-    for continued, report in zip(launch(jobs.ranks_continued, killed, ranks=2), ranks, strict=True):
+    for continued, report in zip(
+        launch(jobs.ranks_continued, killed, ranks=2), ranks, strict=True
+    ):
         assert continued.samples == report["whole"].samples[22 + 8 :]
         assert continued.weights == report["whole"].weights
 

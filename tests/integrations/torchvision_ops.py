@@ -10,4 +10,6 @@ if torch.version.cuda is None:
     # it is registered for as long as this object lives
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(
+            f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )

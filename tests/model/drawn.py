@@ -105,6 +105,8 @@ def side_by_side(sampler):
         for first in range(0, len(sampler), size * at_once)
     ]
     rows = [
-        row for group in groups for row in itertools.zip_longest(*np.array_split(group, at_once))
+        row
+        for group in groups
+        for row in itertools.zip_longest(*np.array_split(group, at_once))
     ]
     return [int(index) for row in rows for index in row if index is not None]

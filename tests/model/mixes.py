@@ -19,7 +19,9 @@ SHARES = 1 << 30
 
 def derived(seed, first, second):
     """A seed that follows from another one and two numbers."""
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed, first, second), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        struct.pack("<QQQ", seed, first, second), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -27,7 +29,9 @@ def divided(rows, weights):
     """How many of the first rows are of each source: of the most frequent source, then of others in what is left."""
     scale = SHARES / math.fsum(weights)
     shares = [
-        (max(1, round(weight * scale)), source) for source, weight in enumerate(weights) if weight
+        (max(1, round(weight * scale)), source)
+        for source, weight in enumerate(weights)
+        if weight
     ]
     total, counts = sum(share for share, _ in shares), [0] * len(weights)
     for share, source in sorted(shares, reverse=True):
@@ -40,8 +44,12 @@ def divided(rows, weights):
 def sequence(weights, lane):
     """The sources of a lane, for ever. Each lane begins at another place."""
     first = hr.Permutation(SHARES // WINDOW, 0)[lane] * WINDOW if lane else 0
-    for now, then in itertools.pairwise(divided(row, weights) for row in itertools.count(first)):
-        (source,) = (source for source in range(len(weights)) if then[source] > now[source])
+    for now, then in itertools.pairwise(
+        divided(row, weights) for row in itertools.count(first)
+    ):
+        (source,) = (
+            source for source in range(len(weights)) if then[source] > now[source]
+        )
         yield source
 
 
@@ -57,13 +65,16 @@ class Mix:
             self.lanes //= 2
         self.starts = {-(-step // self.lanes): weights for step, weights in schedule}
         self.left = [
-            [len(range(lane, size, self.lanes)) for size in lengths] for lane in range(self.lanes)
+            [len(range(lane, size, self.lanes)) for size in lengths]
+            for lane in range(self.lanes)
         ]
         for number in itertools.count():
             if stop == "all" and not self._is_awaited(number):
                 return
             if number in self.starts:
-                sequences = [sequence(self.starts[number], lane) for lane in range(self.lanes)]
+                sequences = [
+                    sequence(self.starts[number], lane) for lane in range(self.lanes)
+                ]
                 self.pieces.append([])
             row = [next(each) for each in sequences]
             for left, source in zip(self.left, row, strict=True):
@@ -101,7 +112,8 @@ class Mix:
                             counts[lane][source] * self.lanes + lane, self.lengths[source]
                         )
                         indices.append(
-                            sum(self.lengths[:source]) + int(orders(source, passed)[index])
+                            sum(self.lengths[:source])
+                            + int(orders(source, passed)[index])
                         )
                         counts[lane][source] += 1
                 number += len(window)

@@ -262,7 +262,11 @@ def whole(samples):
 
 def described(number):
     """A document of 0 to 7 tokens, with values to carry or to count."""
-    return {"tokens": [number] * (number % 8), "source": f"source {number}", "images": number % 3}
+    return {
+        "tokens": [number] * (number % 8),
+        "source": f"source {number}",
+        "images": number % 3,
+    }
 
 
 def plain(packed):

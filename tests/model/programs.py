@@ -177,7 +177,9 @@ class Case:
     def has_own_order(self):
         """Whether the dataset has an order of its own, by which the loader divides it among the ranks."""
         has_order = self.data in ("IndexedNumbers", *MIXES)
-        return has_order and self.order in ("sequential", "shuffle") and not self.generator
+        return (
+            has_order and self.order in ("sequential", "shuffle") and not self.generator
+        )
 
     @property
     def is_dealt(self):
@@ -222,9 +224,12 @@ def dataset_of(case):
 
 
 def length_of(case):
-    return case.size + {"concat": 3, "mixed": 7, "mixed, all": 25, "mixed, blocks": 200}.get(
-        case.data, 0
-    )
+    return case.size + {
+        "concat": 3,
+        "mixed": 7,
+        "mixed, all": 25,
+        "mixed, blocks": 200,
+    }.get(case.data, 0)
 
 
 def order_of(case, life):
@@ -254,7 +259,11 @@ def order_of(case, life):
     if case.order in samplers:
         return f"sampler={samplers[case.order]}"
     images = [index % 3 for index in range(n)]
-    options = f", cost=quadratic(1, 0.5), limits={{'images': ({images}, 4)}}" if seed == 2 else ""
+    options = (
+        f", cost=quadratic(1, 0.5), limits={{'images': ({images}, 4)}}"
+        if seed == 2
+        else ""
+    )
     batches = {
         "batches": f"BatchSampler(RandomSampler(data, {generator}), 3, {case.drop_last})",
         "balanced": f"BalancedBatchSampler([index % 4 for index in range({n})], 7, seed={seed}, window=8{options})",
@@ -270,7 +279,9 @@ def drawn_ahead(case, life):
     if case.prefetch_factor or not case.is_async:
         return (case.prefetch_factor or 2) * life.workers
     return max(
-        6, 2 * life.workers, math.ceil((case.concurrency or 64) / (life.batch_size or 1)) + 1
+        6,
+        2 * life.workers,
+        math.ceil((case.concurrency or 64) / (life.batch_size or 1)) + 1,
     )
 
 
@@ -316,7 +327,9 @@ def loader_of(case, life):
 def source_of(case):
     """The text of the program."""
     lines = [] if case.in_order else ["given = []"]
-    options = [f"{name}={value}" for name in ("ahead", "pause") if (value := getattr(case, name))]
+    options = [
+        f"{name}={value}" for name in ("ahead", "pause") if (value := getattr(case, name))
+    ]
     if not case.in_order:
         options.append("draws=False")
     read_rest = ", ".join(["loader", *options])
@@ -341,16 +354,22 @@ def source_of(case):
             reads = [f"read({read_rest})"] * life.epochs
             if life.events is not None:
                 reads.append(f"read({', '.join(['loader', str(life.events), *options])})")
-            lines += [f"record({each})" if case.in_order else f"given += {each}" for each in reads]
+            lines += [
+                f"record({each})" if case.in_order else f"given += {each}"
+                for each in reads
+            ]
             if case.on_error == "skip":
                 lines.append("record(loader.stats().skipped_samples)")
             lines += [
-                f"record(attempt(loader.batch_at, {epoch}, {step}))" for epoch, step in case.rewinds
+                f"record(attempt(loader.batch_at, {epoch}, {step}))"
+                for epoch, step in case.rewinds
             ]
             if case.rewinds:
                 lines.append("record(attempt(loader.samples_at, 1, [0, 1]))")
             if case.excluded and not number:
-                lines.append("record(attempt(loader.exclude, steps={0: [1], 1: [0]}, keys=[2]))")
+                lines.append(
+                    "record(attempt(loader.exclude, steps={0: [1], 1: [0]}, keys=[2]))"
+                )
             lines += [f"after_{rank} = saved(loader)", "close(loader)"]
         after = ", ".join(f"after_{rank}" for rank in range(life.ranks))
         lines.append(
@@ -433,7 +452,9 @@ _OF_REFERENCE = {
 
 
 def names_of(module):
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {
+        name: value for name, value in vars(module).items() if not name.startswith("_")
+    }
 
 
 def normal(value):
@@ -461,22 +482,32 @@ def run(source, names):
         if isinstance(loader := namespace.get("loader"), hr.DataLoader):
             loader.close()
         for name, value in environment.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update(
+                {name: value}
+            )
     return normal(recorded), failure
 
 
 def of_headrace(source):
-    return run(source, {**_TORCHS, **names_of(parts), **_LOADERS, **_HERE, "saved": saved})
+    return run(
+        source, {**_TORCHS, **names_of(parts), **_LOADERS, **_HERE, "saved": saved}
+    )
 
 
 def of_reference(source):
     return run(
-        source, {**_TORCHS, **names_of(parts), **names_of(reference), **_HERE, **_OF_REFERENCE}
+        source,
+        {**_TORCHS, **names_of(parts), **names_of(reference), **_HERE, **_OF_REFERENCE},
     )
 
 
 def of_torch(source):
-    names = {**_TORCHS, **names_of(parts), **_HERE, "DataLoader": torch.utils.data.DataLoader}
+    names = {
+        **_TORCHS,
+        **names_of(parts),
+        **_HERE,
+        "DataLoader": torch.utils.data.DataLoader,
+    }
     return run(source, {**names, "saved": lambda loader: None})
 
 
@@ -522,10 +553,13 @@ def draw(choice, *, processes):
         persistent_workers=choice.random() < 0.3,
         ahead=choice.random() < 0.3,
         pause=choice.choice([0.0, 0.0, 0.0, 0.001]),
-        operations=tuple(choice.choice(list(OPERATIONS)) for _ in range(choice.randrange(4))),
+        operations=tuple(
+            choice.choice(list(OPERATIONS)) for _ in range(choice.randrange(4))
+        ),
         program_seed=choice.randrange(100),
         rewinds=tuple(
-            (choice.randrange(3), choice.randrange(4)) for _ in range(choice.choice([0, 0, 2]))
+            (choice.randrange(3), choice.randrange(4))
+            for _ in range(choice.choice([0, 0, 2]))
         ),
         excluded=choice.random() < 0.2,
         set_epoch=choice.choice([None, None, None, 0, 3]),
@@ -594,7 +628,9 @@ def _operations(case):
     for operation in case.operations:
         if operation in SHUFFLING and shuffles:
             continue
-        if operation == "mix all" and (case.size < 2 or "filter" in kept or "take" in kept):
+        if operation == "mix all" and (
+            case.size < 2 or "filter" in kept or "take" in kept
+        ):
             continue
         shuffles = shuffles or operation in SHUFFLING
         kept.append(operation)
@@ -640,7 +676,8 @@ def _restarts(case):
             dataclasses.replace(lives[-1], events=None, epochs=max(1, lives[-1].epochs)),
         )
         lives = tuple(
-            dataclasses.replace(life, ranks=1, batch_size=lives[0].batch_size) for life in lives
+            dataclasses.replace(life, ranks=1, batch_size=lives[0].batch_size)
+            for life in lives
         )
         changes.update(
             failing=(),
@@ -648,13 +685,19 @@ def _restarts(case):
             merged=False,
         )
     if case.seed is None or case.order in DRAWN:
-        lives = tuple(dataclasses.replace(life, events=life.events or None) for life in lives)
+        lives = tuple(
+            dataclasses.replace(life, events=life.events or None) for life in lives
+        )
     unseeded = (
-        case.order == "shuffle" and (case.seed is None or case.generator) and not case.has_own_order
+        case.order == "shuffle"
+        and (case.seed is None or case.generator)
+        and not case.has_own_order
     )
     drawn = case.order in DRAWN or unseeded
     if drawn or case.is_stream or case.drop_last:  # positions are batches
-        lives = tuple(dataclasses.replace(life, batch_size=lives[0].batch_size) for life in lives)
+        lives = tuple(
+            dataclasses.replace(life, batch_size=lives[0].batch_size) for life in lives
+        )
     if len(lives) > 1 and case.order == "distributed":
         changes["set_epoch"] = None
     same_on_all = case.is_dealt or "split" in case.operations
@@ -668,9 +711,13 @@ def _transform(case):
     draws = case.transform in ("jittered", "noisy")
     if not draws:
         return {}
-    several = any(life.ranks > 1 for life in case.lives) and (case.order in DRAWN or case.is_stream)
+    several = any(life.ranks > 1 for life in case.lives) and (
+        case.order in DRAWN or case.is_stream
+    )
     numbered = not {*case.operations} - {"map", "fetch", "take"}
-    copies = not case.is_async and case.is_stream and any(life.workers for life in case.lives)
+    copies = (
+        not case.is_async and case.is_stream and any(life.workers for life in case.lives)
+    )
     several = several or (case.is_stream and bool(case.failing))
     if (
         case.seed is None
@@ -708,7 +755,9 @@ def _looking_back(case):
         # lost batches are known of epochs that were read
         first = case.set_epoch or 0
         read = range(first, first + case.lives[0].epochs)
-        changes["rewinds"] = tuple((epoch, step) for epoch, step in case.rewinds if epoch in read)
+        changes["rewinds"] = tuple(
+            (epoch, step) for epoch, step in case.rewinds if epoch in read
+        )
     elastic = case.order == "shuffle" and case.seed is not None and not case.generator
     elastic = elastic or case.order.startswith("elastic") or case.order == "blocks"
     # Positions are left out, and not indices.
@@ -741,7 +790,9 @@ def _processes(case):
         lives.append(dataclasses.replace(life, **changes))
     changes = {"lives": tuple(lives)}
     by_workers = all(life.workers for life in lives)
-    if case.transform == "kills" and not (by_workers and (case.is_async or not case.is_stream)):
+    if case.transform == "kills" and not (
+        by_workers and (case.is_async or not case.is_stream)
+    ):
         changes["transform"] = "negated"
     if not by_workers:
         changes.update(prefetch_factor=None, persistent_workers=False)
@@ -757,7 +808,9 @@ def smaller(case):
     for name in ("failing", "operations", "lives", "rewinds"):
         values = getattr(case, name)
         for position in range(len(values)):
-            yield dataclasses.replace(case, **{name: values[:position] + values[position + 1 :]})
+            yield dataclasses.replace(
+                case, **{name: values[:position] + values[position + 1 :]}
+            )
     for position, life in enumerate(case.lives):
         for field in dataclasses.fields(life):
             value = getattr(life, field.name)
@@ -768,7 +821,8 @@ def smaller(case):
                 if less != value and not (field.name == "batch_size" and less == 0):
                     one = dataclasses.replace(life, **{field.name: less})
                     yield dataclasses.replace(
-                        case, lives=(*case.lives[:position], one, *case.lives[position + 1 :])
+                        case,
+                        lives=(*case.lives[:position], one, *case.lives[position + 1 :]),
                     )
     if case.size > 0:
         yield dataclasses.replace(case, size=case.size - 1)
@@ -792,13 +846,17 @@ def smallest(case, until):
 
 def of_torch_alone(case):
     """The program without features of headrace."""
-    lives = tuple(dataclasses.replace(life, ranks=1, placement="auto") for life in case.lives[:1])
+    lives = tuple(
+        dataclasses.replace(life, ranks=1, placement="auto") for life in case.lives[:1]
+    )
     data = {"Numbers": "TorchNumbers", "BatchedNumbers": "BatchedTorchNumbers"}.get(
         case.data, case.data
     )
     if data in ASYNC:
         data = "TorchCount" if case.is_stream else "TorchNumbers"
-    order = case.order if case.order in (*DRAWN[:-1], *DRAWING, "shuffle") else "sequential"
+    order = (
+        case.order if case.order in (*DRAWN[:-1], *DRAWING, "shuffle") else "sequential"
+    )
     alone = {
         "seed": None,
         "transform": "",

@@ -97,7 +97,8 @@ class Stream:
     def map(self, function):
         def items(place):
             return (
-                item if isinstance(item, Failed) else function(item) for item in self.items(place)
+                item if isinstance(item, Failed) else function(item)
+                for item in self.items(place)
             )
 
         return Stream(items)
@@ -105,7 +106,9 @@ class Stream:
     def filter(self, function):
         return Stream(
             lambda place: (
-                each for each in self.items(place) if isinstance(each, Failed) or function(each)
+                each
+                for each in self.items(place)
+                if isinstance(each, Failed) or function(each)
             )
         )
 
@@ -136,8 +139,13 @@ class Stream:
         """Each window of `buffer_size` samples is permuted."""
 
         def items(place):
-            samples, own_seed = list(self.items(place)), place.seed if seed is None else seed
-            order = shuffled(len(samples), buffer_size, own_seed, place.epoch, place.repetition)
+            samples, own_seed = (
+                list(self.items(place)),
+                place.seed if seed is None else seed,
+            )
+            order = shuffled(
+                len(samples), buffer_size, own_seed, place.epoch, place.repetition
+            )
             return (samples[position] for position in order)
 
         return Stream(items)
@@ -154,14 +162,17 @@ class Stream:
 
     def pack(self, seq_len, strategy="concat", *, window=32, **options):
         return Stream(
-            lambda place: iter(packed(self.items(place), seq_len, strategy, window, **options))
+            lambda place: iter(
+                packed(self.items(place), seq_len, strategy, window, **options)
+            )
         )
 
 
 def Count(size, failing=(), slowest=0.0, start=0):
     def items(place):
         return (
-            Failed(index) if index in failing else index for index in range(start, start + size)
+            Failed(index) if index in failing else index
+            for index in range(start, start + size)
         )
 
     return Stream(items)
@@ -179,13 +190,19 @@ class TorchCount(Stream):
 
     def in_worker(self, worker, workers):
         """The samples that one worker reads."""
-        return list(range(worker, self.size, workers)) if self.divided else list(self.items(None))
+        return (
+            list(range(worker, self.size, workers))
+            if self.divided
+            else list(self.items(None))
+        )
 
 
 def concat(datasets):
     if isinstance(datasets[0], Stream):
         return Stream(
-            lambda place: itertools.chain.from_iterable(each.items(place) for each in datasets)
+            lambda place: itertools.chain.from_iterable(
+                each.items(place) for each in datasets
+            )
         )
     places = [(each, index) for each in datasets for index in range(len(each))]
     return Samples(len(places), lambda index: places[index][0][places[index][1]])
@@ -259,7 +276,8 @@ def packed(
     def within_limits(one, values):
         amounts = used(one)[1:]
         return all(
-            amount + values[key] <= limits[key] for amount, key in zip(amounts, limits, strict=True)
+            amount + values[key] <= limits[key]
+            for amount, key in zip(amounts, limits, strict=True)
         )
 
     def close(one):
@@ -275,7 +293,11 @@ def packed(
             left_out += 1
             document = document[:seq_len] if too_long == "truncate" else []
         while document:
-            if strategy == "concat" and open_ones and not within_limits(open_ones[0], values):
+            if (
+                strategy == "concat"
+                and open_ones
+                and not within_limits(open_ones[0], values)
+            ):
                 close(open_ones[0])
             into_open = strategy == "concat" and open_ones
             room = seq_len - used(open_ones[0])[0] if into_open else seq_len
@@ -339,7 +361,11 @@ class ComputedOrder:
         """The indices of a rank from a position on, with their positions."""
         order = self.of_all_ranks(epoch)
         if not self.dealt:
-            return [(index, position) for position, index in enumerate(order) if position >= cursor]
+            return [
+                (index, position)
+                for position, index in enumerate(order)
+                if position >= cursor
+            ]
         left = max(len(order) - cursor, 0) - rank * self.exact
         rounds = left // world_size if self.drop_last else -(-left // world_size)
         positions = [cursor + rank + number * world_size for number in range(rounds)]
@@ -347,8 +373,15 @@ class ComputedOrder:
 
 
 class ElasticSampler(ComputedOrder):
-    def __init__(self, dataset, *, shuffle=True, seed=0, drop_last=False, exact=False, dealt=True):
-        self.size, self.shuffle, self.seed, self.dealt = len(dataset), shuffle, seed, dealt
+    def __init__(
+        self, dataset, *, shuffle=True, seed=0, drop_last=False, exact=False, dealt=True
+    ):
+        self.size, self.shuffle, self.seed, self.dealt = (
+            len(dataset),
+            shuffle,
+            seed,
+            dealt,
+        )
         self.drop_last, self.exact = drop_last, exact
 
     def whole(self, epoch):
@@ -381,7 +414,9 @@ class MixSampler(ComputedOrder):
         blocks = [part.blocks if shuffle else None for part in datasets]
         mix = mixes.Mix([*map(len, datasets)], blocks, schedule, stop)
         self.shuffle, self.seed = shuffle, seed if own_seed is None else own_seed
-        self.whole = functools.cache(functools.partial(mix.order, self.seed, shuffle=shuffle))
+        self.whole = functools.cache(
+            functools.partial(mix.order, self.seed, shuffle=shuffle)
+        )
 
 
 class Position(NamedTuple):
@@ -422,7 +457,10 @@ class DataLoader:
         self.keeps_workers = persistent_workers and getattr(dataset, "of_torch", False)
         self.order = self.sampler = self.batches = None
         if batch_sampler is not None:
-            self.batches, self.sampler = batch_sampler, getattr(batch_sampler, "sampler", None)
+            self.batches, self.sampler = (
+                batch_sampler,
+                getattr(batch_sampler, "sampler", None),
+            )
         elif not self.is_stream:
             self._choose_order(shuffle, sampler)
         self.epoch, self.skipped_samples, self.lost = 0, 0, frozenset()
@@ -433,7 +471,11 @@ class DataLoader:
             self.order = sampler
         elif sampler is None and hasattr(self.dataset, "sampler"):
             self.order = self.dataset.sampler(shuffle=bool(shuffle), seed=self.seed or 0)
-        elif sampler is None and getattr(self.dataset, "blocks", None) and not self.generator:
+        elif (
+            sampler is None
+            and getattr(self.dataset, "blocks", None)
+            and not self.generator
+        ):
             options = {**self.dataset.blocks, "seed": self.seed or 0}
             self.order = BlockShuffleSampler(self.dataset, shuffle=shuffle, **options)
         elif sampler is None and not shuffle:
@@ -441,7 +483,9 @@ class DataLoader:
         elif sampler is None and self.seed is not None and self.generator is None:
             self.order = ElasticSampler(self.dataset, seed=self.seed, dealt=False)
         else:
-            self.sampler = sampler or RandomSampler(self.dataset, generator=self.generator)
+            self.sampler = sampler or RandomSampler(
+                self.dataset, generator=self.generator
+            )
             unbatched = self.batch_size is None
             self.batches = (
                 self.sampler
@@ -481,7 +525,12 @@ class DataLoader:
     def stateful(self):
         """The sampler of the user's that has a state; None if there is none."""
         return next(
-            (part for part in (self.batches, self.sampler) if hasattr(part, "state_dict")), None
+            (
+                part
+                for part in (self.batches, self.sampler)
+                if hasattr(part, "state_dict")
+            ),
+            None,
         )
 
     def state_dict(self):
@@ -492,9 +541,16 @@ class DataLoader:
 
     def next_epoch(self):
         excluded = self.order.excluded if self.order else ()
-        own = {"sampler": state_of(self.stateful), "generator": state_of(self.order_generator)}
+        own = {
+            "sampler": state_of(self.stateful),
+            "generator": state_of(self.order_generator),
+        }
         return Position(
-            self.epoch, **own, excluded=excluded, lost=self.lost, has_workers=self.has_workers
+            self.epoch,
+            **own,
+            excluded=excluded,
+            lost=self.lost,
+            has_workers=self.has_workers,
         )
 
     def load_state_dict(self, state):
@@ -510,14 +566,18 @@ class DataLoader:
         self._check_rewind()
         iteration = Iteration(self, Position(epoch))
         plans = [
-            plan for number, plan in enumerate(iteration.plans) if (epoch, number) not in self.lost
+            plan
+            for number, plan in enumerate(iteration.plans)
+            if (epoch, number) not in self.lost
         ]
         return iteration.made_of(*plans[step])
 
     def samples_at(self, epoch, steps):
         self._check_rewind()
         plans = enumerate(Iteration(self, Position(epoch)).plans)
-        planned = [indices for number, (indices, _) in plans if (epoch, number) not in self.lost]
+        planned = [
+            indices for number, (indices, _) in plans if (epoch, number) not in self.lost
+        ]
         return [planned[step] for step in steps]
 
     def _check_rewind(self):
@@ -535,7 +595,9 @@ class DataLoader:
             for step in numbers:
                 if step * size >= len(indices):
                     raise IndexError(step)
-                out += [(epoch, index) for index in indices[step * size : (step + 1) * size]]
+                out += [
+                    (epoch, index) for index in indices[step * size : (step + 1) * size]
+                ]
         order.excluded = (*order.excluded, *out)
         cursor = sum(index in given for index in order.of_all_ranks(now.epoch))
         self.restored = now._replace(cursor=cursor, excluded=order.excluded)
@@ -590,9 +652,12 @@ class Iteration:
         loader, stream = self.loader, self.loader.dataset
         place = Place(self.epoch, loader.seed or 0, self.rank, self.world_size)
         if loader.copies:
-            workers = [stream.in_worker(worker, loader.copies) for worker in range(loader.copies)]
+            workers = [
+                stream.in_worker(worker, loader.copies) for worker in range(loader.copies)
+            ]
             batches = [
-                self._batches(zip(items, itertools.count(), strict=False)) for items in workers
+                self._batches(zip(items, itertools.count(), strict=False))
+                for items in workers
             ]
             return self._after(start.batches, drawn.in_turn(batches))
         items = zip(stream.items(place), itertools.count(), strict=False)
@@ -635,7 +700,9 @@ class Iteration:
             "cursor": self.cursor,
             "generator": self.generator,
         }
-        return self.loader.next_epoch()._replace(**given, over=over or self.begun_over, rest=rest)
+        return self.loader.next_epoch()._replace(
+            **given, over=over or self.begun_over, rest=rest
+        )
 
     def __iter__(self):
         return self
@@ -652,7 +719,9 @@ class Iteration:
                     and self.batches == self.lost
                     and not ended
                 ):
-                    raise TooManySkippedError("no batch of the epoch has a sample") from None
+                    raise TooManySkippedError(
+                        "no batch of the epoch has a sample"
+                    ) from None
                 raise
             self.batches += 1
             shared = self.loader.is_stream or (
@@ -683,7 +752,9 @@ class Iteration:
         for index, position in zip(indices, positions, strict=True):
             try:
                 samples.append(
-                    item_of(index) if self.loader.is_stream else self.loader.dataset[index]
+                    item_of(index)
+                    if self.loader.is_stream
+                    else self.loader.dataset[index]
                 )
                 kept.append(position)
             except BadSampleError:

@@ -52,17 +52,28 @@ def share(seeds, with_processes):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="programs without processes")
     parser.add_argument(
-        "--processes", type=int, default=200, help="programs with workers or the loader's process"
+        "--count", type=int, default=1000, help="programs without processes"
     )
     parser.add_argument(
-        "--seed", type=int, default=None, help="of the first; by default another one each time"
+        "--processes",
+        type=int,
+        default=200,
+        help="programs with workers or the loader's process",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of the first; by default another one each time",
     )
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
-    print(f"seed {seed}: {given.count} programs, and {given.processes} with processes", flush=True)
+    print(
+        f"seed {seed}: {given.count} programs, and {given.processes} with processes",
+        flush=True,
+    )
     seeds, with_processes = (
         [range(seed + job, seed + count, given.jobs) for job in range(given.jobs)]
         for count in (given.count, given.processes)

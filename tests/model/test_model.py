@@ -8,7 +8,9 @@ import pytest
 
 from tests.model import programs, run
 
-SEED = int(os.environ.get("HEADRACE_MODEL_SEED", random.SystemRandom().randrange(1 << 32)))
+SEED = int(
+    os.environ.get("HEADRACE_MODEL_SEED", random.SystemRandom().randrange(1 << 32))
+)
 SECONDS = 14  # of each test below: with the comparison with torch 90 s in all
 
 

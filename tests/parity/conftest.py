@@ -22,7 +22,8 @@ KINDS = {"map", "stream"}
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "parity(behaviour, not_for): a line of the parity page; see harness.parity"
+        "markers",
+        "parity(behaviour, not_for): a line of the parity page; see harness.parity",
     )
 
 

@@ -96,4 +96,6 @@ class Endless(data.IterableDataset):
 
 
 def tensors():
-    return data.TensorDataset(torch.arange(LENGTH), torch.arange(LENGTH * 2.0).reshape(LENGTH, 2))
+    return data.TensorDataset(
+        torch.arange(LENGTH), torch.arange(LENGTH * 2.0).reshape(LENGTH, 2)
+    )

@@ -60,8 +60,20 @@ class Setting:
 # Where an async dataset is read by our engine, its order and its end are one loader's, not those of
 # several copies: torch's loader without workers is what it is compared with.
 SETTINGS = (
-    Setting("torch dataset, 0 workers", False, "inline", {"num_workers": 0}, {"num_workers": 0}),
-    Setting("torch dataset, 2 workers", False, "thread", {"num_workers": 2}, {"num_workers": 2}),
+    Setting(
+        "torch dataset, 0 workers",
+        False,
+        "inline",
+        {"num_workers": 0},
+        {"num_workers": 0},
+    ),
+    Setting(
+        "torch dataset, 2 workers",
+        False,
+        "thread",
+        {"num_workers": 2},
+        {"num_workers": 2},
+    ),
     Setting(
         "async dataset, thread",
         True,
@@ -170,7 +182,9 @@ class Side:
 
     def __call__(self, dataset: Any, *args: Any, **options: Any) -> Any:
         """A loader; `dataset` may be composed of what `twin` gives, or is given to `twin` here."""
-        loader = self.loader_class(self.twin(dataset), *args, **{**self.options, **options})
+        loader = self.loader_class(
+            self.twin(dataset), *args, **{**self.options, **options}
+        )
         self.made.append(loader)
         return loader
 
@@ -201,7 +215,9 @@ class Same:
         self.setting = setting
 
     def torchs(self, program: Callable[[Side], Any]) -> Outcome:
-        came = outcome(program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset))
+        came = outcome(
+            program, Side(data.DataLoader, self.setting.torchs, lambda dataset: dataset)
+        )
         end_torchs_workers()
         return came
 
@@ -247,7 +263,9 @@ def end_torchs_workers() -> None:
     if not multiprocessing.active_children():
         return
     iterators = [
-        found for found in gc.get_objects() if type(found) is _MultiProcessingDataLoaderIter
+        found
+        for found in gc.get_objects()
+        if type(found) is _MultiProcessingDataLoaderIter
     ]
     while iterators:
         if hasattr(
@@ -273,7 +291,9 @@ def outcome(program: Callable[[Side], Any], side: Side) -> Outcome:
         if not OF_THE_MACHINE.match(str(w.message))
     ]
     keys, position = np.random.get_state()[1:3]
-    return Outcome(result, warned, (torch.get_rng_state(), random.getstate(), keys, position))
+    return Outcome(
+        result, warned, (torch.get_rng_state(), random.getstate(), keys, position)
+    )
 
 
 def without_address(value: object) -> str:
@@ -341,7 +361,11 @@ def async_twin(dataset: Any) -> Any:
         return dataset
     if isinstance(dataset, data.IterableDataset):
         return AsyncStreamTwin(dataset)
-    return AsyncManyTwin(dataset) if hasattr(dataset, "__getitems__") else AsyncMapTwin(dataset)
+    return (
+        AsyncManyTwin(dataset)
+        if hasattr(dataset, "__getitems__")
+        else AsyncMapTwin(dataset)
+    )
 
 
 def _holds_async(dataset: Any) -> bool:
@@ -351,7 +375,9 @@ def _holds_async(dataset: Any) -> bool:
         return any(map(_holds_async, dataset.datasets))
     if isinstance(dataset, data.StackDataset):
         parts = dataset.datasets
-        return any(map(_holds_async, parts.values() if isinstance(parts, dict) else parts))
+        return any(
+            map(_holds_async, parts.values() if isinstance(parts, dict) else parts)
+        )
     return hasattr(dataset, "aget") or hasattr(dataset, "__aiter__")
 
 
@@ -359,8 +385,15 @@ def assert_same(ours: Any, torchs: Any) -> None:
     """The same types, dtypes and values, all the way down."""
     assert type(ours) is type(torchs)
     if isinstance(ours, torch.Tensor):
-        assert (ours.dtype, ours.shape, ours.layout) == (torchs.dtype, torchs.shape, torchs.layout)
-        assert (ours.requires_grad, ours.is_pinned()) == (torchs.requires_grad, torchs.is_pinned())
+        assert (ours.dtype, ours.shape, ours.layout) == (
+            torchs.dtype,
+            torchs.shape,
+            torchs.layout,
+        )
+        assert (ours.requires_grad, ours.is_pinned()) == (
+            torchs.requires_grad,
+            torchs.is_pinned(),
+        )
         assert torch.equal(ours, torchs)
     elif isinstance(ours, np.ndarray):
         assert ours.dtype == torchs.dtype
@@ -369,7 +402,9 @@ def assert_same(ours: Any, torchs: Any) -> None:
         assert list(ours) == list(torchs)
         for key in ours:
             assert_same(ours[key], torchs[key])
-    elif isinstance(ours, PackedSequence | Sequence) and not isinstance(ours, str | bytes | range):
+    elif isinstance(ours, PackedSequence | Sequence) and not isinstance(
+        ours, str | bytes | range
+    ):
         assert len(ours) == len(torchs)
         for left, right in zip(ours, torchs, strict=True):
             assert_same(left, right)

@@ -92,13 +92,17 @@ def rendered(items: list[pytest.Item]) -> str:
                 )
     letters = dict(zip(NAMES, "ABCD", strict=True))
     parts = [
-        HEAD.format(settings="\n".join(f"- {letter}: {name}" for name, letter in letters.items()))
+        HEAD.format(
+            settings="\n".join(f"- {letter}: {name}" for name, letter in letters.items())
+        )
     ]
     for title, behaviours in rows.items():
         parts.append(f"## {title.capitalize()}\n")
         for behaviour, line in behaviours.items():
             if empty := set(NAMES) - line.keys():
-                raise ValueError(f"{title}: {behaviour}: no test and no reason for {empty}")
+                raise ValueError(
+                    f"{title}: {behaviour}: no test and no reason for {empty}"
+                )
             reasons: dict[str, list[str]] = defaultdict(list)
             for name in NAMES:
                 if line[name] not in (PROVEN, NO_WORKERS):
@@ -113,7 +117,9 @@ def rendered(items: list[pytest.Item]) -> str:
 
 def made_anew() -> str:
     """The document for the tests of now."""
-    _, heading, by_hand = DOCUMENT.read_text(encoding="utf-8").partition("## Differences\n")
+    _, heading, by_hand = DOCUMENT.read_text(encoding="utf-8").partition(
+        "## Differences\n"
+    )
     items = [item for item in collected_in(HERE) if item.get_closest_marker("parity")]
     return f"{rendered(items)}\n{heading}{by_hand}"
 

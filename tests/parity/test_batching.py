@@ -8,7 +8,12 @@ from torch.utils import data
 from tests.parity.datasets import LENGTH, Count, Map, Stream
 from tests.parity.harness import epochs, parity, raised_by
 
-SIZES = ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": LENGTH}, {"batch_size": 100})
+SIZES = (
+    {"batch_size": 1},
+    {"batch_size": 4},
+    {"batch_size": LENGTH},
+    {"batch_size": 100},
+)
 
 
 def with_each(same, make, ways):
@@ -60,7 +65,9 @@ def test_batch_size_none_calls_collate_fn_for_each_sample(same):
 RAGGED = {
     "lists": lambda: [[1, 2], [3], [0, 4, 5]],
     "tuples, ranges and tensors": lambda: [(1, 2), range(3), torch.tensor([4, 5])],
-    "BatchSampler": lambda: data.BatchSampler(data.SequentialSampler(range(LENGTH)), 4, True),
+    "BatchSampler": lambda: data.BatchSampler(
+        data.SequentialSampler(range(LENGTH)), 4, True
+    ),
     "an empty one": lambda: [[1], [], [2]],
 }
 
@@ -106,12 +113,18 @@ LENGTHS = (
 )
 
 
-@parity("`len(loader)` of an iterable: torch's estimate; a TypeError where the length is unknown")
+@parity(
+    "`len(loader)` of an iterable: torch's estimate; a TypeError where the length is unknown"
+)
 def test_length_is_torchs(same):
     def program(DataLoader):
-        loaders = [DataLoader(make(), **options) for make in (Map, Count) for options in LENGTHS]
+        loaders = [
+            DataLoader(make(), **options) for make in (Map, Count) for options in LENGTHS
+        ]
         loaders.append(DataLoader(Map(), batch_sampler=RAGGED["lists"]()))
-        loaders += [DataLoader(Map(), sampler=[1, 2, 3], batch_size=size) for size in (2, None)]
+        loaders += [
+            DataLoader(Map(), sampler=[1, 2, 3], batch_size=size) for size in (2, None)
+        ]
         unknown = (
             DataLoader(Stream(), batch_size=4),
             DataLoader(Map(), sampler=iter(range(LENGTH)), batch_size=None),
@@ -123,8 +136,13 @@ def test_length_is_torchs(same):
     assert same(program)[0] == [4, 3, 1, 0, 13, 13] * 2 + [3, 2, 3]
 
 
-@pytest.mark.parametrize("options", [{"batch_size": None}, {}, {"batch_size": 2}], ids=str)
-@parity("a warning when an iterable exceeds its length, once the length was asked for", warns=True)
+@pytest.mark.parametrize(
+    "options", [{"batch_size": None}, {}, {"batch_size": 2}], ids=str
+)
+@parity(
+    "a warning when an iterable exceeds its length, once the length was asked for",
+    warns=True,
+)
 def test_wrong_length_of_a_stream_warns_as_in_torch(DataLoader, options):
     loader = DataLoader(Count(6, said=2), **options)
     silent = [next(iter(loader))]  # without a call of len

@@ -27,7 +27,9 @@ class Made(Map):
 
 
 def batches_of(same, make, fails=False):
-    return same(lambda DataLoader: epochs(DataLoader(Made(make), batch_size=2), 1), fails=fails)
+    return same(
+        lambda DataLoader: epochs(DataLoader(Made(make), batch_size=2), 1), fails=fails
+    )
 
 
 DTYPES = [
@@ -45,14 +47,24 @@ DTYPES = [
 @parity("tensors, of every dtype and shape, also empty and of no dimension")
 def test_tensors_are_stacked(same):
     def shapes(i):
-        return torch.tensor(i), torch.empty(0), torch.empty(2, 0), torch.arange(6).view(2, 3).T + i
+        return (
+            torch.tensor(i),
+            torch.empty(0),
+            torch.empty(2, 0),
+            torch.arange(6).view(2, 3).T + i,
+        )
 
-    batches_of(same, lambda i: [*(torch.full((2, 3), i).to(dtype) for dtype in DTYPES), *shapes(i)])
+    batches_of(
+        same,
+        lambda i: [*(torch.full((2, 3), i).to(dtype) for dtype in DTYPES), *shapes(i)],
+    )
 
 
 @parity("tensors of different dtypes are promoted")
 def test_tensors_of_different_dtypes_collate_as_in_torch(same):
-    batches_of(same, lambda i: torch.ones(2, dtype=torch.int32 if i % 2 else torch.float64))
+    batches_of(
+        same, lambda i: torch.ones(2, dtype=torch.int32 if i % 2 else torch.float64)
+    )
 
 
 @parity("tensors that require gradients are refused in workers, for torch's datasets")
@@ -61,7 +73,9 @@ def test_tensors_with_gradients_collate_as_in_torch(same):
     batches_of(same, lambda i: torch.full((2,), float(i)).requires_grad_(), fails)
 
 
-@parity("torch: without workers a batch can be resized in place; here not if the batch is large")
+@parity(
+    "torch: without workers a batch can be resized in place; here not if the batch is large"
+)
 def test_batches_cannot_be_resized_in_place(same):
     dataset = Made(lambda i: (i, torch.zeros(1 << 20)))
 
@@ -75,7 +89,9 @@ def test_batches_cannot_be_resized_in_place(same):
         return resized
 
     refused = ["Trying to resize storage that is not resizable"]
-    assert same.torchs(program).result == (refused * 2 if "2 workers" in same.setting.name else [])
+    assert same.torchs(program).result == (
+        refused * 2 if "2 workers" in same.setting.name else []
+    )
     assert same.ours(program).result in (refused, refused * 2)
 
 
@@ -109,23 +125,40 @@ def test_scalars_become_tensors(same):
 @parity("mappings: dicts and other classes are kept")
 def test_mappings_are_collated_by_key(same):
     batches_of(
-        same, lambda i: {"a": i, "b": torch.tensor([i]), "c": {"d": f"n{i}"}, 1: i, ("a", 2): i}
+        same,
+        lambda i: {
+            "a": i,
+            "b": torch.tensor([i]),
+            "c": {"d": f"n{i}"},
+            1: i,
+            ("a", 2): i,
+        },
     )
-    batches_of(same, lambda i: [OrderedDict(b=i, a=2 * i), defaultdict(list, a=i), UserDict(a=i)])
+    batches_of(
+        same, lambda i: [OrderedDict(b=i, a=2 * i), defaultdict(list, a=i), UserDict(a=i)]
+    )
 
 
 @parity("named tuples are kept; tuples and lists become lists of batches")
 def test_sequences_are_collated_by_position(same):
     batches_of(same, lambda i: Point(torch.tensor([i]), f"label {i}"))
     batches_of(
-        same, lambda i: [i, (i, float(i)), (i, [i, "x"]), UserList([i, i + 1]), range(i, i + 2)]
+        same,
+        lambda i: [
+            i,
+            (i, float(i)),
+            (i, [i, "x"]),
+            UserList([i, i + 1]),
+            range(i, i + 2),
+        ],
     )
 
 
 @parity("all of the above within each other")
 def test_nested_samples_are_collated_recursively(same):
     batches_of(
-        same, lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()}
+        same,
+        lambda i: {"a": [Point(np.full(2, i), {"b": (i, [torch.tensor(i)])})], "c": ()},
     )
 
 
@@ -148,7 +181,9 @@ def test_ragged_samples_fail_as_in_torch(same, kind):
     batches_of(same, RAGGED[kind], fails=True)
 
 
-@parity("without batches, an array of a type that torch lacks is an error, and iteration goes on")
+@parity(
+    "without batches, an array of a type that torch lacks is an error, and iteration goes on"
+)
 def test_unknown_array_type_fails_as_in_torch(same):
     def program(DataLoader):
         dataset = Made(lambda i: np.array([i], "M8[s]") if i == 1 else np.full(2, i))
@@ -173,7 +208,9 @@ class Batch:
 
 
 def to_batch(samples):
-    return Batch(torch.stack([x for x, _ in samples]), [str(label) for _, label in samples])
+    return Batch(
+        torch.stack([x for x, _ in samples]), [str(label) for _, label in samples]
+    )
 
 
 COLLATES = {
@@ -192,7 +229,11 @@ COLLATES = {
 @pytest.mark.parametrize("kind", COLLATES)
 @parity("`collate_fn`: a user's function may return anything")
 def test_users_collate_fn_is_called_as_in_torch(same, kind):
-    same(lambda DataLoader: epochs(DataLoader(Map(), batch_size=4, collate_fn=COLLATES[kind])))
+    same(
+        lambda DataLoader: epochs(
+            DataLoader(Map(), batch_size=4, collate_fn=COLLATES[kind])
+        )
+    )
 
 
 class Counting:
@@ -209,7 +250,9 @@ class Counting:
 @parity(
     "`collate_fn` as an object with a state, of the caller's where there are no workers",
     not_for={
-        name: "each worker has a copy" for name in NAMES if "workers" in name and "0" not in name
+        name: "each worker has a copy"
+        for name in NAMES
+        if "workers" in name and "0" not in name
     },
 )
 def test_unknown_class_fails_as_in_torch(same):
@@ -220,12 +263,16 @@ def test_unknown_class_fails_as_in_torch(same):
     assert same(program)[1] == 2 * LENGTH
 
 
-@parity("`default_collate`, `default_convert` and `get_worker_info` from the package itself")
+@parity(
+    "`default_collate`, `default_convert` and `get_worker_info` from the package itself"
+)
 def test_reexported_functions_are_torchs(same):
     def program(DataLoader):
         package = hr if DataLoader.is_ours else data
         with_collate = DataLoader(Map(), batch_size=4, collate_fn=package.default_collate)
-        with_convert = DataLoader(Map(), batch_size=None, collate_fn=package.default_convert)
+        with_convert = DataLoader(
+            Map(), batch_size=None, collate_fn=package.default_convert
+        )
         return list(with_collate), list(with_convert), package.get_worker_info()
 
     same(program)

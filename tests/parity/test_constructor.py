@@ -53,7 +53,8 @@ REFUSED_FOR_A_STREAM = (
 def all_refused(same, make, ways):
     same(
         lambda DataLoader: [
-            raised_by(functools.partial(DataLoader, make(), **options)) for options in ways
+            raised_by(functools.partial(DataLoader, make(), **options))
+            for options in ways
         ]
     )
 
@@ -112,8 +113,14 @@ def test_attributes_are_torchs(same, make):
             type(loader.batch_sampler),
             isinstance(loader, data.DataLoader),
         ]
-        public = {name for name in vars(data.DataLoader(make())) if not name.startswith("_")}
-        return kinds, [getattr(loader, name) for name in ATTRIBUTES], public <= vars(loader).keys()
+        public = {
+            name for name in vars(data.DataLoader(make())) if not name.startswith("_")
+        }
+        return (
+            kinds,
+            [getattr(loader, name) for name in ATTRIBUTES],
+            public <= vars(loader).keys(),
+        )
 
     assert same(program)[2]
 
@@ -123,23 +130,33 @@ def test_default_prefetch_factor_is_torchs(same):
     def program(DataLoader):
         loaders = [DataLoader(Map(), num_workers=0), DataLoader(Map(), num_workers=2)]
         loaders += [
-            DataLoader(Map(), num_workers=2, prefetch_factor=factor) for factor in (1, 2, 5)
+            DataLoader(Map(), num_workers=2, prefetch_factor=factor)
+            for factor in (1, 2, 5)
         ]
         return [
-            loader.prefetch_factor is not None and int(loader.prefetch_factor) for loader in loaders
+            loader.prefetch_factor is not None and int(loader.prefetch_factor)
+            for loader in loaders
         ]
 
     assert same(program) == [False, 2, 1, 2, 5]
 
 
-FROZEN = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers")
+FROZEN = (
+    "batch_size",
+    "batch_sampler",
+    "sampler",
+    "drop_last",
+    "dataset",
+    "persistent_workers",
+)
 
 
 @parity("six attributes are frozen, with torch's message; the others can be set")
 def test_attributes_frozen_in_torch_are_frozen(DataLoader):
     loader = DataLoader(Map(), batch_size=4)
     refused = [
-        raised_by(lambda name=name: setattr(loader, name, getattr(loader, name))) for name in FROZEN
+        raised_by(lambda name=name: setattr(loader, name, getattr(loader, name)))
+        for name in FROZEN
     ]
     for name in (
         "num_workers",
@@ -163,7 +180,9 @@ def test_attributes_set_between_epochs_take_effect_as_in_torch(DataLoader):
     loader.collate_fn = len
     came.append(list(loader))
     loader.collate_fn = list
-    loader.num_workers, loader.prefetch_factor = (0, None) if loader.num_workers else (1, 3)
+    loader.num_workers, loader.prefetch_factor = (
+        (0, None) if loader.num_workers else (1, 3)
+    )
     came.append(list(loader))
     return came
 
@@ -197,7 +216,9 @@ def test_multiprocessing_context_is_kept_and_checked_as_in_torch(DataLoader):
 def made_anew(loader, **changes):
     """What trainers do: call the class again with the attributes that are named like its arguments."""
     names = list(inspect.signature(type(loader).__init__).parameters)[1:]
-    found = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    found = {
+        name: value for name, value in vars(loader).items() if not name.startswith("_")
+    }
     found["multiprocessing_context"] = loader.multiprocessing_context
     arguments = {name: found[name] for name in names if name in found}
     if isinstance(loader.dataset, data.IterableDataset):
@@ -218,7 +239,9 @@ WAYS_TO_MAKE = (
 )
 
 
-@parity("made anew from its public attributes, as by Lightning, a loader gives the same batches")
+@parity(
+    "made anew from its public attributes, as by Lightning, a loader gives the same batches"
+)
 def test_loader_rebuilt_from_its_attributes_is_equal(DataLoader):
     came = []
     for dataset, options in [(Numbers(), options) for options in WAYS_TO_MAKE] + [
@@ -235,7 +258,9 @@ def test_loader_rebuilt_from_its_attributes_is_equal(DataLoader):
 @parity("the same with another sampler, for one of several ranks")
 def test_loader_rebuilt_with_a_distributed_sampler_reads_its_rank(DataLoader):
     loader = DataLoader(Numbers(), batch_size=2, shuffle=True)
-    sampler = data.DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=True)
+    sampler = data.DistributedSampler(
+        loader.dataset, num_replicas=2, rank=1, shuffle=True
+    )
     other = made_anew(loader, sampler=sampler)
     DataLoader.made.append(other)
     return epochs(other)
@@ -252,9 +277,15 @@ def test_subclass_may_override_as_in_torch(DataLoader):
             for batch in super().__iter__():
                 yield self.name, batch
 
-    loader = Named(DataLoader.twin(Numbers()), batch_size=4, name="train", **DataLoader.options)
+    loader = Named(
+        DataLoader.twin(Numbers()), batch_size=4, name="train", **DataLoader.options
+    )
     DataLoader.made.append(loader)
-    return epochs(loader), len(loader), raised_by(lambda: setattr(loader, "batch_size", 1))
+    return (
+        epochs(loader),
+        len(loader),
+        raised_by(lambda: setattr(loader, "batch_size", 1)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,12 @@ WAYS = (
     {"batch_size": 100},
     {},
 )
-STREAM_WAYS = ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}, {})
+STREAM_WAYS = (
+    {"batch_size": 4},
+    {"batch_size": 4, "drop_last": True},
+    {"batch_size": None},
+    {},
+)
 
 
 def in_every_way(same, make, ways=WAYS):
@@ -28,7 +33,9 @@ def in_every_way(same, make, ways=WAYS):
         ways = ways[:1]
     for options in ways[:3] if same.setting.workers else ways:
         same(
-            lambda DataLoader, options=options: epochs(DataLoader(make(DataLoader.twin), **options))
+            lambda DataLoader, options=options: epochs(
+                DataLoader(make(DataLoader.twin), **options)
+            )
         )
 
 
@@ -72,7 +79,9 @@ def test_exhausted_iterable_dataset(same):
     assert same(lambda DataLoader: epochs(DataLoader(OneShot(), batch_size=4)))[1] == []
 
 
-@pytest.mark.parametrize("make", [lambda: Map(0), lambda: Count(0)], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "make", [lambda: Map(0), lambda: Count(0)], ids=["map", "stream"]
+)
 @parity("an empty dataset")
 def test_empty_dataset(same, make):
     in_every_way(same, lambda twin: make(), STREAM_WAYS)
@@ -97,7 +106,9 @@ def test_subset(same):
 
 @parity("`random_split`, with torch's parts for the same generator")
 def test_random_split(DataLoader):
-    parts = data.random_split(DataLoader.twin(Map()), [0.7, 0.3], torch.Generator().manual_seed(3))
+    parts = data.random_split(
+        DataLoader.twin(Map()), [0.7, 0.3], torch.Generator().manual_seed(3)
+    )
     return [epochs(DataLoader(part, batch_size=2, shuffle=True), 1) for part in parts]
 
 
@@ -115,9 +126,12 @@ def test_concat_dataset(same):
 @parity("`StackDataset`, of a tuple and of names")
 def test_stack_dataset(same):
     in_every_way(
-        same, lambda twin: data.StackDataset(a=twin(Map()), b=twin(Numbers()), c=twin(Many()))
+        same,
+        lambda twin: data.StackDataset(a=twin(Map()), b=twin(Numbers()), c=twin(Many())),
     )
-    in_every_way(same, lambda twin: data.StackDataset(twin(Map()), twin(Numbers())), WAYS[:1])
+    in_every_way(
+        same, lambda twin: data.StackDataset(twin(Map()), twin(Numbers())), WAYS[:1]
+    )
 
 
 @parity(
@@ -126,13 +140,17 @@ def test_stack_dataset(same):
 )
 def test_concat_of_different_datasets(same):
     in_every_way(same, lambda twin: data.ConcatDataset([AsyncMap(), Map()]), WAYS[:3])
-    in_every_way(same, lambda twin: data.StackDataset(a=AsyncMap(), b=tensors()), WAYS[:3])
+    in_every_way(
+        same, lambda twin: data.StackDataset(a=AsyncMap(), b=tensors()), WAYS[:3]
+    )
 
 
 @parity("`ChainDataset`")
 def test_chain_dataset(same):
     in_every_way(
-        same, lambda twin: data.ChainDataset([twin(Stream()), twin(Stream())]), STREAM_WAYS
+        same,
+        lambda twin: data.ChainDataset([twin(Stream()), twin(Stream())]),
+        STREAM_WAYS,
     )
 
 
@@ -148,10 +166,14 @@ class NoSingles(Many):
         raise AssertionError("batches are asked for at once")
 
 
-@parity("`__getitems__` answers a whole batch, and is asked only where batches are automatic")
+@parity(
+    "`__getitems__` answers a whole batch, and is asked only where batches are automatic"
+)
 def test_getitems_reads_whole_batches(same):
     in_every_way(same, lambda twin: Many())
-    in_every_way(same, lambda twin: NoSingles(), [way for way in WAYS if way.get("batch_size", 1)])
+    in_every_way(
+        same, lambda twin: NoSingles(), [way for way in WAYS if way.get("batch_size", 1)]
+    )
 
 
 class PutTogether(Many):
@@ -165,10 +187,16 @@ def itself(batch):
 
 @parity(
     "`__getitems__` may return a collated batch",
-    not_for=dict.fromkeys(ASYNC, "`agets` returns samples; `collate_fn` collates, in the workers"),
+    not_for=dict.fromkeys(
+        ASYNC, "`agets` returns samples; `collate_fn` collates, in the workers"
+    ),
 )
 def test_getitems_of_composed_datasets(same):
-    same(lambda DataLoader: epochs(DataLoader(PutTogether(), batch_size=4, collate_fn=itself)))
+    same(
+        lambda DataLoader: epochs(
+            DataLoader(PutTogether(), batch_size=4, collate_fn=itself)
+        )
+    )
 
 
 class Growing(Map):
@@ -194,10 +222,17 @@ def test_dataset_that_grows(DataLoader, options):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: [10 * i for i in range(LENGTH)], lambda: range(LENGTH), lambda: "characters"],
+    [
+        lambda: [10 * i for i in range(LENGTH)],
+        lambda: range(LENGTH),
+        lambda: "characters",
+    ],
     ids=["list", "range", "str"],
 )
-@parity("a list, a range, a string: anything with `__getitem__` and `__len__`", not_for=IN_MEMORY)
+@parity(
+    "a list, a range, a string: anything with `__getitem__` and `__len__`",
+    not_for=IN_MEMORY,
+)
 def test_sequence_as_dataset(same, make):
     in_every_way(same, lambda twin: make())
 
@@ -231,7 +266,11 @@ class Keyed:
 
 @parity("keys other than numbers, and a dataset without a length, with a sampler")
 def test_sampler_of_keys(same):
-    same(lambda DataLoader: epochs(DataLoader(Keyed(), sampler=["a", ("b", 1), "c"], batch_size=2)))
+    same(
+        lambda DataLoader: epochs(
+            DataLoader(Keyed(), sampler=["a", ("b", 1), "c"], batch_size=2)
+        )
+    )
 
 
 class AsyncMap(hr.AsyncDataset):

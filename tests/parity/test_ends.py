@@ -67,7 +67,9 @@ def test_next_after_the_end_raises_stop_iteration(same, stream):
     [(False, {}), (False, {"shuffle": True}), (True, {})],
     ids=["map", "map-shuffled", "stream"],
 )
-@parity("a second iterator, begun while the first lives, reads the whole, and so does the first")
+@parity(
+    "a second iterator, begun while the first lives, reads the whole, and so does the first"
+)
 def test_two_iterators_of_one_loader_are_independent(DataLoader, stream, order):
     loader = DataLoader(dataset(stream), batch_size=5, **order)
     first = iter(loader)
@@ -129,14 +131,18 @@ class Nests(data.Dataset):
         # Its own, as the global one is another in another process.
         generator = torch.Generator()
         samples = list(range(index, index + 4))
-        loader = self.loader_class(samples, batch_size=2, generator=generator, **self.options)
+        loader = self.loader_class(
+            samples, batch_size=2, generator=generator, **self.options
+        )
         return [batch.tolist() for batch in loader]
 
 
 @parity("a loader inside a dataset, in any process")
 def test_dataset_may_iterate_a_loader(same):
     def program(DataLoader):
-        return list(DataLoader(Nests(DataLoader.loader_class), batch_size=2, collate_fn=list))
+        return list(
+            DataLoader(Nests(DataLoader.loader_class), batch_size=2, collate_fn=list)
+        )
 
     assert same(program)[0] == [[[0, 1], [2, 3]], [[1, 2], [3, 4]]]
 
@@ -148,7 +154,9 @@ def test_loader_with_workers_in_a_worker_fails_as_in_torch(same):
         return drained(
             iter(
                 DataLoader(
-                    Nests(DataLoader.loader_class, num_workers=1), batch_size=2, num_workers=1
+                    Nests(DataLoader.loader_class, num_workers=1),
+                    batch_size=2,
+                    num_workers=1,
                 )
             )
         )
@@ -156,7 +164,8 @@ def test_loader_with_workers_in_a_worker_fails_as_in_torch(same):
     refused = same(program)
     assert (
         refused
-        == [Raised(AssertionError, "daemonic processes are not allowed to have children")] * 2
+        == [Raised(AssertionError, "daemonic processes are not allowed to have children")]
+        * 2
     )
 
 
@@ -265,7 +274,9 @@ def child(same, ours):
     asynchronous = ours and same.setting.asynchronous
     options = dict(same.setting.ours if ours else same.setting.torchs)
     loader_class = "hr.DataLoader" if ours else "data.DataLoader"
-    return PRELUDE.format(asynchronous=asynchronous, loader_class=loader_class, options=options)
+    return PRELUDE.format(
+        asynchronous=asynchronous, loader_class=loader_class, options=options
+    )
 
 
 @pytest.fixture(scope="module")

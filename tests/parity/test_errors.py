@@ -9,7 +9,14 @@ import torch
 from torch.utils import data
 
 import headrace as hr
-from tests.parity.harness import NAMES, Raised, drained, end_torchs_workers, own_message, parity
+from tests.parity.harness import (
+    NAMES,
+    Raised,
+    drained,
+    end_torchs_workers,
+    own_message,
+    parity,
+)
 
 LENGTH, BAD = 10, 5
 INLINE, READING, THREAD, WORKERS = NAMES
@@ -197,7 +204,9 @@ def first_error(loader):
     return None
 
 
-@parity("errors of `__getitem__` keep type and message, and iteration goes on behind the batch")
+@parity(
+    "errors of `__getitem__` keep type and message, and iteration goes on behind the batch"
+)
 def test_getitem_error_costs_its_batch(same):
     def program(DataLoader):
         return drained(iter(DataLoader(Map(*FAILURES.values()), batch_size=2)))
@@ -225,7 +234,9 @@ def test_error_costs_its_sample_in_every_epoch(DataLoader):
 def test_error_with_in_order_false_costs_its_batch(DataLoader):
     came = drained(iter(DataLoader(Map(bad), batch_size=2, in_order=False)))
     errors = [one for one in came if isinstance(one, Raised)]
-    return errors, sorted(batch.tolist() for batch in came if not isinstance(batch, Raised))
+    return errors, sorted(
+        batch.tolist() for batch in came if not isinstance(batch, Raised)
+    )
 
 
 class Many(Map):
@@ -278,7 +289,9 @@ def fussy(samples):
 @parity("errors of `collate_fn` keep type and message, and iteration goes on")
 def test_collate_error_costs_its_batch(same):
     same(
-        lambda DataLoader: drained(iter(DataLoader(range(LENGTH), batch_size=2, collate_fn=fussy)))
+        lambda DataLoader: drained(
+            iter(DataLoader(range(LENGTH), batch_size=2, collate_fn=fussy))
+        )
     )
 
 
@@ -303,11 +316,19 @@ def test_worker_init_fn_error_is_raised_for_each_batch(same):
 def test_worker_that_cannot_start_raises_its_reason_each_time(same):
     def program(DataLoader):
         return drained(
-            iter(DataLoader(range(LENGTH), batch_size=4, num_workers=1, worker_init_fn=init_fails))
+            iter(
+                DataLoader(
+                    range(LENGTH), batch_size=4, num_workers=1, worker_init_fn=init_fails
+                )
+            )
         )
 
     torchs, ours = same.torchs(program).result, same.ours(program).result
-    assert [error.kind for error in torchs] == [LookupError, UnboundLocalError, UnboundLocalError]
+    assert [error.kind for error in torchs] == [
+        LookupError,
+        UnboundLocalError,
+        UnboundLocalError,
+    ]
     assert ours == [torchs[0]] * 3
 
 
@@ -345,7 +366,10 @@ SAMPLERS = {
 @parity("errors of a sampler keep type and message")
 def test_sampler_error_is_raised_at_its_place(same):
     def program(DataLoader):
-        return [first_error(DataLoader(range(LENGTH), **options)) for options in SAMPLERS.values()]
+        return [
+            first_error(DataLoader(range(LENGTH), **options))
+            for options in SAMPLERS.values()
+        ]
 
     assert all(isinstance(error, Raised) for error in same(program))
 
@@ -377,7 +401,9 @@ def test_message_of_every_stage_in_a_worker_is_torchs(same):
         failing = {
             "__next__": DataLoader(Breaking(bad), batch_size=2, num_workers=1),
             "__iter__": DataLoader(CannotStart(bad), batch_size=2, num_workers=1),
-            "collate_fn": DataLoader(range(LENGTH), batch_size=2, collate_fn=fussy, num_workers=1),
+            "collate_fn": DataLoader(
+                range(LENGTH), batch_size=2, collate_fn=fussy, num_workers=1
+            ),
             "worker_init_fn": DataLoader(
                 range(LENGTH), batch_size=20, worker_init_fn=init_fails, num_workers=1
             ),
@@ -395,7 +421,9 @@ def test_message_of_every_stage_in_a_worker_is_torchs(same):
     said = same(program)
     assert len(said) == len(FAILURES) + 4
     ends = {(first[:7], first.partition(" in ")[2]) for (first, _), _ in said}
-    assert ends == {("Caught ", f"DataLoader worker process {worker}.") for worker in (0, 1)}
+    assert ends == {
+        ("Caught ", f"DataLoader worker process {worker}.") for worker in (0, 1)
+    }
 
 
 @parity(
@@ -452,7 +480,9 @@ def test_class_attributes_and_cause_of_an_error_are_kept(same):
     assert [type(error) for error in torchs].count(RuntimeError) == 4
     assert (missing.errno, caused.__cause__) == (None, None)
     for failure, torchs_error, error in zip(KEPT, torchs, ours, strict=True):
-        with pytest.raises((ValueError, OSError, TwoArguments, OwnText, Composed, Locked)) as found:
+        with pytest.raises(
+            (ValueError, OSError, TwoArguments, OwnText, Composed, Locked)
+        ) as found:
             failure()
         original = found.value
         assert type(error) is type(original)
@@ -522,7 +552,9 @@ def test_unpicklable_batch_is_an_error(same):
             "timeout": 60 if DataLoader.is_ours else 1,
             "sampler": [BAD, 1, 2],
         }
-        return drained(iter(DataLoader(range(LENGTH), collate_fn=locked, **options)), most)
+        return drained(
+            iter(DataLoader(range(LENGTH), collate_fn=locked, **options)), most
+        )
 
     assert same.torchs(program).result == [
         Raised(RuntimeError, "DataLoader timed out after 1 seconds")
@@ -548,7 +580,9 @@ def test_unpicklable_exception_is_an_error(same):
             "timeout": 60 if DataLoader.is_ours else 1,
             "sampler": [BAD, 1],
         }
-        return drained(iter(DataLoader(Map(raising(lambda: kind("text"))), **options)), most)
+        return drained(
+            iter(DataLoader(Map(raising(lambda: kind("text"))), **options)), most
+        )
 
     if same.setting.name == READING:
         assert same.torchs(program).result == [
@@ -576,7 +610,9 @@ class StartsOnce(data.IterableDataset):
         not_for=NOT_IN_WORKERS | {WORKERS: "workers always persist, and read nothing"})  # fmt: skip
 def test_stream_that_cannot_be_restarted_raises_torchs_error(same):
     def program(DataLoader):
-        loader = DataLoader(StartsOnce(), batch_size=2, num_workers=1, persistent_workers=True)
+        loader = DataLoader(
+            StartsOnce(), batch_size=2, num_workers=1, persistent_workers=True
+        )
         return len(list(loader)), first_error(loader)
 
     (torchs_batches, torchs), (ours_batches, ours) = (

@@ -12,11 +12,15 @@ from tests.parity.harness import ASYNC, TORCH, epochs, parity
 
 @parity("in the dataset's own order, if nothing else is asked for")
 def test_sequential_order(same):
-    (first, second) = same(lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=None)))
+    (first, second) = same(
+        lambda DataLoader: epochs(DataLoader(Numbers(), batch_size=None))
+    )
     assert first == second == sorted(first)
 
 
-@parity("`shuffle`: torch's order for the same `torch.manual_seed`, another in each epoch")
+@parity(
+    "`shuffle`: torch's order for the same `torch.manual_seed`, another in each epoch"
+)
 def test_seeded_shuffle_gives_torchs_order(same):
     def program(DataLoader):
         came = []
@@ -107,7 +111,9 @@ class EagerBatches(Eager):
 
 
 BATCH_SAMPLERS = {
-    "of a RandomSampler": lambda: data.BatchSampler(data.RandomSampler(range(LENGTH)), 4, True),
+    "of a RandomSampler": lambda: data.BatchSampler(
+        data.RandomSampler(range(LENGTH)), 4, True
+    ),
     "eager": EagerBatches,
 }
 
@@ -115,11 +121,15 @@ BATCH_SAMPLERS = {
 @pytest.mark.parametrize("kind", BATCH_SAMPLERS)
 @parity("`BatchSampler`, and any other `batch_sampler`")
 def test_batch_samplers_give_torchs_batches(same, kind):
-    same(lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=BATCH_SAMPLERS[kind]())))
+    same(
+        lambda DataLoader: epochs(DataLoader(Map(), batch_sampler=BATCH_SAMPLERS[kind]()))
+    )
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@parity("`DistributedSampler` with `set_epoch`: a part for each rank, another order in each epoch")
+@parity(
+    "`DistributedSampler` with `set_epoch`: a part for each rank, another order in each epoch"
+)
 def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
     def program(DataLoader):
         orders = []
@@ -138,7 +148,9 @@ def test_distributed_sampler_gives_torchs_order_in_each_epoch(same, drop_last):
 
 @parity(
     "a sampler is begun once for each epoch, and read to the end",
-    not_for={"torch dataset, 2 workers": "torch calls its `__iter__` twice, and so does headrace"},
+    not_for={
+        "torch dataset, 2 workers": "torch calls its `__iter__` twice, and so does headrace"
+    },
 )
 def test_sampler_is_started_and_read_as_in_torch(same):
     def program(DataLoader):
@@ -176,7 +188,9 @@ def pipe(tmp_path):
     return tmp_path / "pipe"
 
 
-SLOW_BATCH = "`in_order=False`: a slow batch does not hold up the others; every sample comes once"
+SLOW_BATCH = (
+    "`in_order=False`: a slow batch does not hold up the others; every sample comes once"
+)
 
 
 @parity(SLOW_BATCH, not_for={TORCH[0]: "one batch is read at a time; torch ignores it"})
@@ -186,7 +200,9 @@ def test_in_order_false_gives_ready_batches_first(same, pipe):
         # only among workers can torch be out of order
         options = {} if fetches else {"num_workers": 2}
         dataset = InThread(Late(pipe)) if fetches else Late(pipe)
-        return out_of_order(DataLoader(dataset, batch_size=None, in_order=False, **options), pipe)
+        return out_of_order(
+            DataLoader(dataset, batch_size=None, in_order=False, **options), pipe
+        )
 
     assert same(program) == (True, [0, 1, 2, 3])
 

@@ -17,7 +17,8 @@ def read(same, make=Map, **options):
     """Both loaders with `pin_memory`; they warn if there is no accelerator. Where batches lie is compared, too."""
     options = {"batch_size": 4, "pin_memory": True, **options}
     return same(
-        lambda DataLoader: epochs(DataLoader(make(), **options), 1)[0], warns=not ACCELERATED
+        lambda DataLoader: epochs(DataLoader(make(), **options), 1)[0],
+        warns=not ACCELERATED,
     )
 
 
@@ -46,7 +47,9 @@ def test_containers_are_pinned(same):
 
 
 def packed(samples):
-    return pack_sequence([torch.arange(label + 1.0) for _, label in samples], enforce_sorted=False)
+    return pack_sequence(
+        [torch.arange(label + 1.0) for _, label in samples], enforce_sorted=False
+    )
 
 
 @parity("`pin_memory` on a `PackedSequence`")
@@ -78,7 +81,9 @@ def test_custom_pin_memory_is_called(same):
     assert {batch.pinned for batch in read(same, collate_fn=Batch)} == {int(ACCELERATED)}
 
 
-@pytest.mark.skipif(ACCELERATED, reason="with an accelerator the test above has a real one")
+@pytest.mark.skipif(
+    ACCELERATED, reason="with an accelerator the test above has a real one"
+)
 @parity(
     "a batch of a user's class: `pin_memory()` of the class is called, once, if there is an accelerator"
 )
@@ -89,10 +94,16 @@ def test_custom_pin_memory_is_called_with_an_accelerator(same, monkeypatch):
 
     def program(DataLoader):
         options = {} if DataLoader.is_ours else {"num_workers": 0}
-        collates = [Batch, lambda samples: {"a": [Batch(samples), (Batch(samples), "text", 3)]}]
+        collates = [
+            Batch,
+            lambda samples: {"a": [Batch(samples), (Batch(samples), "text", 3)]},
+        ]
         return [
             epochs(
-                DataLoader(Map(), batch_size=4, pin_memory=True, collate_fn=collate, **options), 1
+                DataLoader(
+                    Map(), batch_size=4, pin_memory=True, collate_fn=collate, **options
+                ),
+                1,
             )
             for collate in collates
         ]

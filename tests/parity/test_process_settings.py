@@ -99,7 +99,9 @@ def run(forks, tmp_path_factory):
     (folder / "headrace_test_module.py").write_text(MODULE)
 
     def ran(loader):
-        done = forks.run_source(f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}")
+        done = forks.run_source(
+            f"FOLDER = {str(folder)!r}\n{PROGRAM.replace('LOADER', loader)}"
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -112,5 +114,7 @@ def with_torch(run):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_settings_of_the_process_hold_as_in_torch_wherever_user_code_runs(run, with_torch, name):
+def test_settings_of_the_process_hold_as_in_torch_wherever_user_code_runs(
+    run, with_torch, name
+):
     assert run(LOADERS[name]) == with_torch

@@ -41,7 +41,9 @@ def pids(samples):
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 20])
 def test_workers_make_batches_in_turn(same, num_workers):
     def program(DataLoader):
-        came = list(DataLoader(Indices(), batch_size=2, num_workers=num_workers, collate_fn=pids))
+        came = list(
+            DataLoader(Indices(), batch_size=2, num_workers=num_workers, collate_fn=pids)
+        )
         order = list(dict.fromkeys(came))
         return [order.index(pid) for pid in came]
 
@@ -106,7 +108,11 @@ def test_random_numbers_are_torchs(same):
     def program(DataLoader):
         ways = [{"shuffle": True}, {"generator": torch.Generator().manual_seed(17)}]
         if same.setting.workers:
-            ways += [{"persistent_workers": True}, {"num_workers": 3}, {"worker_init_fn": reseed}]
+            ways += [
+                {"persistent_workers": True},
+                {"num_workers": 3},
+                {"worker_init_fn": reseed},
+            ]
         loaders = [DataLoader(Noisy(), batch_size=2, **options) for options in ways]
         return [list(loader) for loader in loaders for _ in range(2)], torch.rand(
             1, generator=ways[1]["generator"]
@@ -120,7 +126,8 @@ def threads(main, samples):
 
 
 @parity(
-    "batches are made in worker processes, where torch computes with one thread", not_for=NO_WORKERS
+    "batches are made in worker processes, where torch computes with one thread",
+    not_for=NO_WORKERS,
 )
 def test_worker_has_one_torch_thread(same):
     def program(DataLoader):
@@ -150,7 +157,9 @@ class Init(Indices):
         return index, self.noted
 
 
-INIT = "`worker_init_fn` is called once in each worker, with its number, after the seeding"
+INIT = (
+    "`worker_init_fn` is called once in each worker, with its number, after the seeding"
+)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -200,9 +209,14 @@ def test_multiprocessing_context_starts_the_workers(same, method, by):
     def program(DataLoader):
         context = method if by == "name" else multiprocessing.get_context(method)
         loader = DataLoader(
-            processes.Kinds(), batch_size=2, num_workers=1, multiprocessing_context=context
+            processes.Kinds(),
+            batch_size=2,
+            num_workers=1,
+            multiprocessing_context=context,
         )
-        return list(loader), loader.multiprocessing_context is multiprocessing.get_context(method)
+        return list(
+            loader
+        ), loader.multiprocessing_context is multiprocessing.get_context(method)
 
     batches, _ = same(program)
     assert batches[0][1][0].lower() == f"{method}process"
@@ -226,7 +240,9 @@ def test_multiprocessing_context_starts_the_workers_of_an_async_dataset(same):
     assert same(program)[0][0] == "SpawnProcess"
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch_factor": 1}, {"prefetch_factor": 4}], ids=str
+)
 @parity(
     "`prefetch_factor` batches for each worker are planned ahead; without it 2, and more in a quick loop if the "
     "sampler is torch's",
@@ -284,7 +300,9 @@ def test_dataset_keeps_its_state_in_persistent_workers(same, persistent):
         for epoch in range(3):
             dataset.offset = 100 * epoch  # seen by copies that are made now
             batches = list(loader)
-            came.append([[(value, asked) for value, asked, _ in batch] for batch in batches])
+            came.append(
+                [[(value, asked) for value, asked, _ in batch] for batch in batches]
+            )
             processes_of.append({pid for batch in batches for _, _, pid in batch})
         return came, len(set.union(*processes_of))
 
@@ -313,7 +331,10 @@ def test_stream_restarts_in_each_epoch(same, persistent):
         )
         return [list(loader) for _ in range(3)]
 
-    assert same(program)[2][0] == [(0, 3 if persistent else 1), (1, 3 if persistent else 1)]
+    assert same(program)[2][0] == [
+        (0, 3 if persistent else 1),
+        (1, 3 if persistent else 1),
+    ]
 
 
 class Waits(Indices):
@@ -359,7 +380,10 @@ def test_batch_beyond_timeout_raises_torchs_error(same, tmp_path):
             pass
         return str(caught.value), [batch.tolist() for batch in drained(iterator)]
 
-    (torchs, rest), (ours, our_rest) = same.torchs(program).result, same.ours(program).result
+    (torchs, rest), (ours, our_rest) = (
+        same.torchs(program).result,
+        same.ours(program).result,
+    )
     assert torchs == "DataLoader timed out after 1 seconds"
     assert ours.startswith(torchs)
     assert our_rest == rest == [[1], [2]]
@@ -439,7 +463,13 @@ def test_killed_worker_is_an_error_as_in_torch(same):
     error = ours.pop(2)
     assert error.kind is hr.errors.WorkerDiedError
     assert "SIGKILL on batch 2, indices [4, 5]" in error.message
-    assert [batch.tolist() for batch in ours] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
+    assert [batch.tolist() for batch in ours] == [
+        [0, 1],
+        [2, 3],
+        [6, 7],
+        [8, 9],
+        [10, 11],
+    ]
 
 
 class Halves(data.IterableDataset):

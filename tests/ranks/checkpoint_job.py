@@ -19,7 +19,10 @@ from tests.model.parts import Shifted
 
 LENGTH = 103
 BATCHES = 4  # given out before the first save; two more before the second
-NONE_OR_NESTED = {"none": None, "nested": {"list": [1, {"two": 2.5}], "tensor": torch.arange(3)}}
+NONE_OR_NESTED = {
+    "none": None,
+    "nested": {"list": [1, {"two": 2.5}], "tensor": torch.arange(3)},
+}
 
 
 class Stateful(Shifted):
@@ -44,9 +47,13 @@ LOADERS = {
         Numbers(LENGTH), 3, sampler=hr.ElasticSampler(LENGTH, seed=1)
     ),
     "shuffled by seed": lambda: hr.DataLoader(Numbers(LENGTH), 3, shuffle=True, seed=0),
-    "sampler with a state": lambda: hr.DataLoader(Numbers(LENGTH), 3, sampler=Stateful(LENGTH)),
+    "sampler with a state": lambda: hr.DataLoader(
+        Numbers(LENGTH), 3, sampler=Stateful(LENGTH)
+    ),
     "DistributedSampler": lambda: hr.DataLoader(
-        Numbers(LENGTH), 3, sampler=torch.utils.data.DistributedSampler(Numbers(LENGTH), seed=2)
+        Numbers(LENGTH),
+        3,
+        sampler=torch.utils.data.DistributedSampler(Numbers(LENGTH), seed=2),
     ),
     "lines by shards": lambda: hr.DataLoader(lines().map(int), 3),
     "lines by shards, gathered": lambda: hr.DataLoader(lines().map(int), 3),

@@ -101,10 +101,17 @@ def bad_on_rank_0(number):
 
 def lost(dataset, **options):
     """The position after the first step, what was lost and discarded until then, and the steps of two epochs."""
-    with loader(dataset, 4, transform=bad_on_rank_0, on_error="skip", **options) as skipping:
+    with loader(
+        dataset, 4, transform=bad_on_rank_0, on_error="skip", **options
+    ) as skipping:
         next(iter(skipping))
         state, stats = skipping.state_dict()["state"][0], skipping.stats()
-        position = [state["batches"], state["lost"], stats.lost_batches, stats.discarded_batches]
+        position = [
+            state["batches"],
+            state["lost"],
+            stats.lost_batches,
+            stats.discarded_batches,
+        ]
         return position, epochs(skipping)
 
 
@@ -112,7 +119,11 @@ def error_of(iterate):
     try:
         return iterate()
     except (hr.errors.HeadraceError, OSError) as error:
-        return [type(error).__name__, list(getattr(error, "ranks", None) or ()), str(error)]
+        return [
+            type(error).__name__,
+            list(getattr(error, "ranks", None) or ()),
+            str(error),
+        ]
 
 
 def with_async_for():
@@ -190,7 +201,9 @@ class Ending(Uneven):
 
 def discarded():
     data = Ending((7, 5))
-    with loader(data, placement="thread", num_workers=1, prefetch_factor=16) as coordinated:
+    with loader(
+        data, placement="thread", num_workers=1, prefetch_factor=16
+    ) as coordinated:
         steps = sum(data.ended.wait() for _ in coordinated)
         stats = coordinated.stats()
         return [steps, stats.batches, stats.discarded_batches]
@@ -228,7 +241,9 @@ def left_at_different_steps():
                 break
         return [sum(1 for _ in coordinated)]
 
-    with loader(Announcing(), placement="thread", num_workers=1, prefetch_factor=16) as coordinated:
+    with loader(
+        Announcing(), placement="thread", num_workers=1, prefetch_factor=16
+    ) as coordinated:
         return error_of(steps)
 
 
@@ -274,7 +289,9 @@ def one_fails():
 
 
 def one_cannot_begin():
-    with loader(Uneven(), collate_fn=None if RANK else Unpicklable(), num_workers=1) as coordinated:
+    with loader(
+        Uneven(), collate_fn=None if RANK else Unpicklable(), num_workers=1
+    ) as coordinated:
         return error_of(lambda: list(coordinated))
 
 
@@ -303,14 +320,20 @@ def scenarios(store):
     yield "task runs", lambda: loop_runs_meanwhile(store)
     bad = ((0, 1), (1, 2), (1, 4))
     yield "errors", lambda: in_turn(loader(Uneven(bad=bad), transform=check))
-    yield "skipped", lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip"))
+    yield (
+        "skipped",
+        lambda: epochs(loader(Uneven(bad=bad), transform=check, on_error="skip")),
+    )
     yield "break", left_in_the_middle
     yield "close", closed_in_the_middle
     yield "resumed", resumed
     yield "discarded", discarded
     for workers in (0, 1):
         sampler = torch.utils.data.DistributedSampler(range(64), shuffle=False)
-        yield f"lost, {workers}", lambda: lost([*range(64)], sampler=sampler, num_workers=workers)  # noqa: B023
+        yield (
+            f"lost, {workers}",
+            lambda: lost([*range(64)], sampler=sampler, num_workers=workers),  # noqa: B023
+        )
         stream = Plain(400).take(64).split()
         yield f"lost in a stream, {workers}", lambda: lost(stream, num_workers=workers)  # noqa: B023
     yield "gathered in the tail", gathered_in_the_tail

@@ -11,7 +11,8 @@ def outputs_of(forks, program, environments):
     """What each rank prints, a JSON value; each rank has an environment."""
     with contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(forks.start_file(program, **each)) for each in environments
+            stack.enter_context(forks.start_file(program, **each))
+            for each in environments
         ]
         printed = [process.communicate() for process in processes]
     assert all(text for text, _ in printed), printed
@@ -24,7 +25,10 @@ def outputs(forks, program, ranks, **environment):
     return outputs_of(
         forks,
         program,
-        [{"RANK": str(rank), **meeting.variables, **environment} for rank in range(ranks)],
+        [
+            {"RANK": str(rank), **meeting.variables, **environment}
+            for rank in range(ranks)
+        ],
     )
 
 

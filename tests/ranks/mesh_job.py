@@ -37,7 +37,9 @@ class TorchStream(torch.utils.data.IterableDataset):
     def __iter__(self):
         info, worker = hr.get_rank_info(), torch.utils.data.get_worker_info()
         numbers = range(info.rank, LENGTH, info.world_size)
-        for number in numbers if worker is None else numbers[worker.id :: worker.num_workers]:
+        for number in (
+            numbers if worker is None else numbers[worker.id :: worker.num_workers]
+        ):
             yield [number, *said()]
 
 
@@ -90,10 +92,16 @@ def lines():
 
 
 BLOCKS = {"block_size": 3, "blocks_at_once": 2, "seed": 1}
-PLACES = {"thread": {"placement": "thread"}, "process": {"placement": "process", "num_workers": 1}}
+PLACES = {
+    "thread": {"placement": "thread"},
+    "process": {"placement": "process", "num_workers": 1},
+}
 ASYNC = {
     "ElasticSampler": (Numbers(LENGTH), {"sampler": hr.ElasticSampler(LENGTH)}),
-    "BlockShuffleSampler": (Numbers(LENGTH), {"sampler": hr.BlockShuffleSampler(LENGTH, **BLOCKS)}),
+    "BlockShuffleSampler": (
+        Numbers(LENGTH),
+        {"sampler": hr.BlockShuffleSampler(LENGTH, **BLOCKS)},
+    ),
     "sampler that asks at each index": (Numbers(LENGTH), {"sampler": Lazy()}),
     "stream that asks": (AsksItself(), {}),
     "shards": (lines(), {}),
@@ -134,7 +142,9 @@ def error_of(iterate):
 def refused(dataset, **options):
     return error_of(
         lambda: iter(
-            hr.DataLoader(dataset, 3, **{"data_parallel": mesh["dp"], "seed": 5, **options})
+            hr.DataLoader(
+                dataset, 3, **{"data_parallel": mesh["dp"], "seed": 5, **options}
+            )
         ).close()
     )
 
@@ -190,7 +200,9 @@ def seen_by_datasets():
         "process": list(hr.DataLoader(AsksTorchAsync(1), num_workers=1, **both)),
         "torch, inline": list(hr.DataLoader(AsksTorch(), **options)),
         "torch, fork": list(
-            hr.DataLoader(AsksTorch(), num_workers=1, multiprocessing_context="fork", **options)
+            hr.DataLoader(
+                AsksTorch(), num_workers=1, multiprocessing_context="fork", **options
+            )
         ),
     }
 
@@ -198,7 +210,9 @@ def seen_by_datasets():
 def warned():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        iter(hr.DataLoader([1, 2], data_parallel=mesh["dp"], seed=5, shuffle=True)).close()
+        iter(
+            hr.DataLoader([1, 2], data_parallel=mesh["dp"], seed=5, shuffle=True)
+        ).close()
     return [str(each.message) for each in caught]
 
 

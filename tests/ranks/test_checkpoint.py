@@ -35,14 +35,18 @@ def runs(forks, tmp_path_factory):
 
 def samples(ranks, name):
     return list(
-        itertools.chain.from_iterable(itertools.chain.from_iterable(rank[name]) for rank in ranks)
+        itertools.chain.from_iterable(
+            itertools.chain.from_iterable(rank[name]) for rank in ranks
+        )
     )
 
 
 @ON_RANKS
 def test_ranks_together_are_given_exactly_the_rest(runs, ranks):
     saved, loaded = runs
-    times = Counter(samples(saved, "ElasticSampler") + samples(loaded[ranks], "ElasticSampler"))
+    times = Counter(
+        samples(saved, "ElasticSampler") + samples(loaded[ranks], "ElasticSampler")
+    )
     assert sorted(times) == WHOLE
     assert times.total() - job.LENGTH < ranks  # those that fill up the last ranks
 
@@ -65,11 +69,17 @@ def test_order_that_is_not_divided_continues_on_each_rank(runs, ranks):
 
 
 @pytest.mark.parametrize("name", ["sampler with a state", "DistributedSampler"])
-def test_other_sampler_continues_on_the_same_number_of_ranks_and_is_refused_on_others(runs, name):
+def test_other_sampler_continues_on_the_same_number_of_ranks_and_is_refused_on_others(
+    runs, name
+):
     saved, loaded = runs
     for before, after in zip(saved, loaded[4], strict=True):
         both = samples([before], name) + samples([after], name)
-        assert len(both) == len(set(both)) == (job.LENGTH if name == "sampler with a state" else 26)
+        assert (
+            len(both)
+            == len(set(both))
+            == (job.LENGTH if name == "sampler with a state" else 26)
+        )
     for ranks in (2, 5):
         for rank in loaded[ranks]:
             assert "ElasticSampler" in rank[name] or "num_replicas" in rank[name]

@@ -71,10 +71,15 @@ def test_rank_that_leaves_the_epoch_or_closes_its_loader_is_an_error_on_all(rank
 
 
 def test_state_gathered_after_one_rank_has_ended_continues_the_other(ranks):
-    assert [rank["gathered in the tail"] for rank in ranks] == [[8, 17, 17, 17], [0, 5, 5, 5]]
+    assert [rank["gathered in the tail"] for rank in ranks] == [
+        [8, 17, 17, 17],
+        [0, 5, 5, 5],
+    ]
 
 
-def test_error_that_ends_the_epoch_of_one_rank_is_named_on_the_others_in_each_epoch(ranks):
+def test_error_that_ends_the_epoch_of_one_rank_is_named_on_the_others_in_each_epoch(
+    ranks,
+):
     for epoch in range(2):
         kind, named, message = ranks[0]["one fails"][epoch]
         assert (kind, named) == ("CoordinationError", [1])

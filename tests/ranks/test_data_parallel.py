@@ -20,7 +20,9 @@ ASYNC = (
 )
 LOADERS = [f"{name}, {place}" for name in ASYNC for place in ("thread", "process")]
 LOADERS += [
-    f"torch, {name}, {number} workers" for name in ("ElasticSampler", "stream") for number in (0, 2)
+    f"torch, {name}, {number} workers"
+    for name in ("ElasticSampler", "stream")
+    for number in (0, 2)
 ]
 
 
@@ -29,8 +31,12 @@ def ranks(forks, tmp_path_factory):
     """What the ranks print, data parallel by tensor parallel."""
     folder = tmp_path_factory.mktemp("shards")
     for shard in range(4):
-        (folder / f"{shard}.txt").write_text("".join(f"{shard * 6 + line}\n" for line in range(6)))
-    first, second, third, fourth = jobs.outputs(forks, JOB, 4, LINES=str(folder / "*.txt"))
+        (folder / f"{shard}.txt").write_text(
+            "".join(f"{shard * 6 + line}\n" for line in range(6))
+        )
+    first, second, third, fourth = jobs.outputs(
+        forks, JOB, 4, LINES=str(folder / "*.txt")
+    )
     return [[first, second], [third, fourth]]
 
 
@@ -53,10 +59,14 @@ def test_tensor_parallel_ranks_get_the_same_batches_and_data_parallel_ranks_shar
 @pytest.mark.parametrize("name", LOADERS)
 def test_rank_is_that_in_data_parallel_in_all_code_that_a_loader_runs(ranks, name):
     for number, row in enumerate(ranks):
-        for sample in itertools.chain.from_iterable(itertools.chain.from_iterable(row[0][name])):
+        for sample in itertools.chain.from_iterable(
+            itertools.chain.from_iterable(row[0][name])
+        ):
             # In the dataset and in the transform.
             assert sample[1:-1] == [number, 2, number, 2]
-    drawn = [{sample[-1] for batch in row[0][name][0] for sample in batch} for row in ranks]
+    drawn = [
+        {sample[-1] for batch in row[0][name][0] for sample in batch} for row in ranks
+    ]
     assert not drawn[0] & drawn[1]  # random numbers
 
 
@@ -66,7 +76,9 @@ def test_length_and_coordination_are_those_of_data_parallel_and_the_rank_outside
     every = [rank for row in ranks for rank in row]
     assert [rank["length"] for rank in every] == [4] * 4
     assert [rank["outside"] for rank in every] == [[number, 4] for number in range(4)]
-    assert [[len(epoch) for epoch in rank["coordinated"]] for rank in every] == [[3, 3]] * 4
+    assert [[len(epoch) for epoch in rank["coordinated"]] for rank in every] == [
+        [3, 3]
+    ] * 4
     assert all(
         "ranks reads all of list" in "".join(rank["warned"]) for rank in every
     )  # a torch dataset
@@ -91,7 +103,11 @@ def test_torch_distributed_is_that_of_the_job_where_a_dataset_is_read_in_its_pro
         for initialized, of_torch, *of_headrace, environment in (
             answers if place == "thread" else [answers]
         ):
-            assert (initialized, of_torch, of_headrace) == (True, number, [number // 2, 2])
+            assert (initialized, of_torch, of_headrace) == (
+                True,
+                number,
+                [number // 2, 2],
+            )
             assert environment == (number // 2 if place == "torch, fork" else number)
 
 

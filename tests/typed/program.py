@@ -86,12 +86,18 @@ assert_type(hr.DataLoader(Map().map(noisy), batch_size=None), hr.DataLoader[Any]
 assert_type(hr.DataLoader(TensorDataset(torch.zeros(3))), hr.DataLoader[Any])
 assert_type(hr.DataLoader(Map()), hr.DataLoader[Any])
 assert_type(
-    hr.DataLoader(Map(), 8, True, num_workers=2, seed=3, concurrency="auto"), hr.DataLoader[Any]
+    hr.DataLoader(Map(), 8, True, num_workers=2, seed=3, concurrency="auto"),
+    hr.DataLoader[Any],
 )
-assert_type(hr.DataLoader(Map(), collate_fn=collate), hr.DataLoader[dict[str, torch.Tensor]])
-assert_type(hr.DataLoader(Map(), batch_size=8, num_workers=1, collate_fn=len), hr.DataLoader[int])
 assert_type(
-    hr.DataLoader(Map(), batch_size=8, num_workers="auto", collate_fn=len), hr.DataLoader[int]
+    hr.DataLoader(Map(), collate_fn=collate), hr.DataLoader[dict[str, torch.Tensor]]
+)
+assert_type(
+    hr.DataLoader(Map(), batch_size=8, num_workers=1, collate_fn=len), hr.DataLoader[int]
+)
+assert_type(
+    hr.DataLoader(Map(), batch_size=8, num_workers="auto", collate_fn=len),
+    hr.DataLoader[int],
 )
 assert_type(hr.DataLoader(Map().map(str), transform=len), hr.DataLoader[Any])
 assert_type(hr.DataLoader(Stream(), batch_size=None), hr.DataLoader[Any])
@@ -103,11 +109,15 @@ part = hr.DataLoader(Subset(Map(), [1]))
 assert_type(hr.DataLoader(hr.concat([Map(), Map()])), hr.DataLoader[Any])
 assert_type(hr.concat([Map(), Map()]), hr.AsyncDataset[Any])
 assert_type(hr.mix([Map(), hr.FileDataset(".")], [1, 1]), hr.AsyncDataset[Any])
-assert_type(hr.mix({"a": Stream(), "b": Stream()}, {"a": 1, "b": 1}), hr.AsyncIterableDataset[Any])
+assert_type(
+    hr.mix({"a": Stream(), "b": Stream()}, {"a": 1, "b": 1}), hr.AsyncIterableDataset[Any]
+)
 hr.mix([Stream(), Stream()], [(0, [1, 0]), (10, [1, 1])]).take(3)
 subsets: Any = hr.mix([Subset(Map(), [1]), Subset(Map(), [2])], [1, 1])
 assert_type(hr.decode.image()(b""), torch.Tensor)
-assert_type(hr.DataLoader(hr.FileDataset("."), transform=hr.decode.image()), hr.DataLoader[Any])
+assert_type(
+    hr.DataLoader(hr.FileDataset("."), transform=hr.decode.image()), hr.DataLoader[Any]
+)
 decode_fields = hr.decode.fields(jpg=hr.decode.image(), cls=int)
 files = hr.DataLoader(hr.FileDataset("."))
 annotated: hr.DataLoader[Any] = hr.DataLoader(DuckMap())
@@ -128,7 +138,8 @@ OnDevice(Map())
 
 
 hr.DataLoader(
-    Map(), on_error=lambda failure: "skip" if failure.stage is hr.types.Stage.FETCH else "raise"
+    Map(),
+    on_error=lambda failure: "skip" if failure.stage is hr.types.Stage.FETCH else "raise",
 )
 hr.DataLoader(Map(), on_error=hr.SkipErrors(max_share=0.1))
 placed: hr.DataLoader[Any] = hr.DataLoader(

@@ -7,7 +7,9 @@ from tests.servers import Servers
 
 @pytest.fixture(scope="session")
 def servers_with_training_objects():
-    train = {f"train/{name}": name.encode() for name in ("b.jpg", "a.jpg", "c.png", "d.txt")}
+    train = {
+        f"train/{name}": name.encode() for name in ("b.jpg", "a.jpg", "c.png", "d.txt")
+    }
     with Servers(
         {**train, "train/empty.bin": b"", "trainer/x.jpg": b"not under train/"}
     ) as servers:

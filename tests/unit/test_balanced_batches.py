@@ -30,7 +30,9 @@ MIXED = np.concatenate([RNG.integers(0, 300, 3000), RNG.integers(0, 5000, 100)])
 
 def samplers(lengths, max_tokens, ranks, **options):
     return [
-        hr.BalancedBatchSampler(lengths, max_tokens, rank=rank, world_size=ranks, **options)
+        hr.BalancedBatchSampler(
+            lengths, max_tokens, rank=rank, world_size=ranks, **options
+        )
         for rank in range(ranks)
     ]
 
@@ -90,7 +92,9 @@ def imbalances(lengths, max_tokens, true_cost, ranks, **options):
 
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize(
-    "cost", [hr.quadratic(1, 1 / 8192), lambda lengths: lengths**1.2], ids=["quadratic", "own"]
+    "cost",
+    [hr.quadratic(1, 1 / 8192), lambda lengths: lengths**1.2],
+    ids=["quadratic", "own"],
 )
 def test_ranks_have_nearly_equal_costs(cost, ranks):
     lengths, max_tokens = LENGTHS["log-normal"], MAX_TOKENS["log-normal"]
@@ -101,7 +105,8 @@ def test_ranks_have_nearly_equal_costs(cost, ranks):
 def test_batches_of_samples_that_cost_more_than_others_are_of_the_same_steps():
     lengths, cost = LENGTHS["log-normal"], hr.quadratic(1, 1 / 2048)
     before, after = (
-        imbalances(lengths, 16_384, cost, 8, **options) for options in ({}, {"cost": cost})
+        imbalances(lengths, 16_384, cost, 8, **options)
+        for options in ({}, {"cost": cost})
     )
     assert before.mean() > 1.3
     assert after.mean() <= 1.03
@@ -140,18 +145,24 @@ def test_cost_is_fitted_to_the_times_of_the_slowest_rank(a, b, resumed):
     def seconds_of_step(number):
         step = whole[number * 4 : number * 4 + 4]
         checkpoint = 9.0 * (number % 30 == 11)
-        return max(true(lengths[batch].astype(float)).sum() for batch in step) + checkpoint
+        return (
+            max(true(lengths[batch].astype(float)).sum() for batch in step) + checkpoint
+        )
 
     timed(loader, seconds_of_step)
     fitted = hr.fit_cost(loader)
     assert fitted.a == pytest.approx(a, rel=1e-6, abs=1e-12)
     assert fitted.b == pytest.approx(b, rel=1e-6, abs=1e-15)
-    assert hr.BalancedBatchSampler(lengths, 16_384, cost=fitted).state_dict()["epoch"] == 0
+    assert (
+        hr.BalancedBatchSampler(lengths, 16_384, cost=fitted).state_dict()["epoch"] == 0
+    )
 
 
 def test_constant_time_of_a_step_is_no_cost_if_batches_differ():
     lengths, true = np.tile([1, 5, 30], 400), hr.quadratic(1e-3, 1e-4)
-    sampler = hr.BalancedBatchSampler(lengths, 90, limits={"samples": (np.ones_like(lengths), 5)})
+    sampler = hr.BalancedBatchSampler(
+        lengths, 90, limits={"samples": (np.ones_like(lengths), 5)}
+    )
     loader = hr.DataLoader(Numbers(len(lengths)), batch_sampler=sampler)
     batches = [lengths[batch.long()] for batch in loader]
     timed(loader, lambda number: 0.02 + true(batches[number].astype(float)).sum())
@@ -164,12 +175,16 @@ def test_cost_is_fitted_only_to_steps_of_a_balanced_batch_sampler():
     few = hr.DataLoader(Numbers(8), batch_sampler=hr.BalancedBatchSampler([1] * 8, 1))
     next(iter(few))
     for each in (loader, few):
-        with pytest.raises(ValueError, match="10 steps of a loader with a BalancedBatchSampler"):
+        with pytest.raises(
+            ValueError, match="10 steps of a loader with a BalancedBatchSampler"
+        ):
             hr.fit_cost(each)
 
 
 def test_samples_longer_than_half_of_the_budget_have_batches_of_their_own():
-    assert sorted(hr.BalancedBatchSampler([6] * 10, 10)) == [[index] for index in range(10)]
+    assert sorted(hr.BalancedBatchSampler([6] * 10, 10)) == [
+        [index] for index in range(10)
+    ]
     assert {len(batch) for batch in hr.BalancedBatchSampler([34] * 300, 100)} == {1, 2}
 
 
@@ -198,7 +213,9 @@ def test_fifty_restarts_with_other_numbers_of_ranks_give_every_sample_once(seed)
         for part in parts if state else ():
             part.load_state_dict(json.loads(json.dumps(state)))
         steps = zip(*parts, strict=True)
-        for step in itertools.islice(steps, draw.randint(0, 3)) if restart < 50 else steps:
+        for step in (
+            itertools.islice(steps, draw.randint(0, 3)) if restart < 50 else steps
+        ):
             given += step
         states = [part.state_dict() for part in parts]
         assert states == [states[0]] * ranks
@@ -301,7 +318,11 @@ def test_wrong_arguments_are_errors():
     ):
         with pytest.raises(ValueError, match=what):
             hr.BalancedBatchSampler([1, 1], 8, limits={"images": (images, 8)})
-    for cost in (lambda lengths: lengths * np.nan, lambda lengths: lengths - 2, hr.quadratic(0, 0)):
+    for cost in (
+        lambda lengths: lengths * np.nan,
+        lambda lengths: lengths - 2,
+        hr.quadratic(0, 0),
+    ):
         with pytest.raises(ValueError, match="cost= must return positive numbers"):
             list(hr.BalancedBatchSampler([1, 2, 3], 8, cost=cost))
     with pytest.raises(TypeError, match="give the trainer a number of steps"):

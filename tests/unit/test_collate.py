@@ -29,7 +29,10 @@ def test_undecoded_memory_stays_a_list_and_missing_labels_none():
             [{"a": 0, "b": "x"}, {"b": "y"}],
             "sample['a'] is missing at index 1, and a number at index 0",
         ),
-        ([(0, None), (0, 1)], "sample[1] is a number at index 1, and NoneType at index 0"),
+        (
+            [(0, None), (0, 1)],
+            "sample[1] is a number at index 1, and NoneType at index 0",
+        ),
         ([(0, [object])] * 2, "it is sample[1][0]"),
     ],
 )
@@ -41,7 +44,9 @@ def test_error_of_torchs_collate_has_a_remedy(samples, remedy, num_workers):
     assert [note for note in caught.value.__notes__ if remedy in note]
 
 
-@pytest.mark.parametrize("samples", [[3, -1], [1, True], [1, 2.5], [1.5, 2], [2**70, 1]], ids=str)
+@pytest.mark.parametrize(
+    "samples", [[3, -1], [1, True], [1, 2.5], [1.5, 2], [2**70, 1]], ids=str
+)
 def test_numbers_are_collated_as_by_torch(samples):
     def outcome(loader):
         try:
@@ -84,9 +89,16 @@ def test_large_batches_are_laid_out_as_by_torch(change, num_workers):
             batch = next(iter(loader(samples, 8, num_workers=num_workers)))
         except RuntimeError as error:
             return type(error), torch.empty(0)
-        return (batch.dtype, batch.stride(), batch.requires_grad, batch.data_ptr() % 64), batch
+        return (
+            batch.dtype,
+            batch.stride(),
+            batch.requires_grad,
+            batch.data_ptr() % 64,
+        ), batch
 
-    (ours, batch), (torchs, same) = map(outcome, (hr.DataLoader, torch.utils.data.DataLoader))
+    (ours, batch), (torchs, same) = map(
+        outcome, (hr.DataLoader, torch.utils.data.DataLoader)
+    )
     assert ours == torchs
     assert torch.equal(batch, same)
 
@@ -119,7 +131,9 @@ def test_column_of_lists_is_values_and_lengths(of, dtype):
     table = pa.table({"lists": pa.array([[*rows[0]], *rows], kind)}).slice(1)
     (column,) = hr.collate_table(table).values()
     assert column["values"].dtype == getattr(torch, dtype)
-    assert column["values"].tolist() == table["lists"].combine_chunks().flatten().to_pylist()
+    assert (
+        column["values"].tolist() == table["lists"].combine_chunks().flatten().to_pylist()
+    )
     assert column["lengths"].dtype == torch.int64
     assert column["lengths"].tolist() == [len(row) for row in rows]
 
@@ -145,7 +159,9 @@ def test_columns_of_other_types_are_tensors_or_lists():
     assert texts["values"] == ["x", "y"] * 2
     assert texts["lengths"].tolist() == [2, 0] * 2
     assert batch == {name: table[name].to_pylist() * 2 for name in batch}
-    assert hr.collate_table(table.slice(0, 0))["nested"]["values"]["values"].tolist() == []
+    assert (
+        hr.collate_table(table.slice(0, 0))["nested"]["values"]["values"].tolist() == []
+    )
 
 
 @pytest.mark.parametrize("rows", [[[1], None], [[1, None], [2]]])

@@ -19,7 +19,11 @@ def noise(width, height, mode="RGB"):
     pixels = np.random.default_rng(0).integers(
         0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8
     )
-    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    return (
+        Image.fromarray(pixels)
+        .resize((width, height), Image.Resampling.BICUBIC)
+        .convert(mode)
+    )
 
 
 def encoded(picture, kind="JPEG", **options):
@@ -30,15 +34,21 @@ def encoded(picture, kind="JPEG", **options):
 
 def pixels(picture):
     array = np.array(picture)
-    return torch.from_numpy(array[..., None] if array.ndim == 2 else array).permute(2, 0, 1)
+    return torch.from_numpy(array[..., None] if array.ndim == 2 else array).permute(
+        2, 0, 1
+    )
 
 
-@pytest.mark.parametrize(("mode", "pillow"), [("rgb", "RGB"), ("rgba", "RGBA"), ("gray", "L")])
+@pytest.mark.parametrize(
+    ("mode", "pillow"), [("rgb", "RGB"), ("rgba", "RGBA"), ("gray", "L")]
+)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("stored", ["RGB", "L", "P", "CMYK", "RGBA", "1"])
 def test_image_has_the_pixels_that_pillow_decodes(mode, pillow, kind, stored):
     picture = noise(50, 37).convert(stored)
-    if (kind != "PNG" and stored in ("P", "1", "RGBA")) or (kind != "JPEG" and stored == "CMYK"):
+    if (kind != "PNG" and stored in ("P", "1", "RGBA")) or (
+        kind != "JPEG" and stored == "CMYK"
+    ):
         picture = picture.convert("RGB")
     data = encoded(picture, kind)
     with Image.open(io.BytesIO(data)) as opened:
@@ -58,9 +68,13 @@ def test_size_covers_and_crops_about_the_middle_without_distortion():
     assert hr.decode.image(size=(16, 48))(encoded(picture, "PNG")).shape == (3, 16, 48)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1999, 1501), (333, 1777), (640, 480), (50, 40)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(1999, 1501), (333, 1777), (640, 480), (50, 40)]
+)
 @pytest.mark.parametrize("orientation", [None, 6])
-def test_pixels_are_the_same_with_and_without_simplejpeg(monkeypatch, width, height, orientation):
+def test_pixels_are_the_same_with_and_without_simplejpeg(
+    monkeypatch, width, height, orientation
+):
     exif = Image.Exif()
     if orientation:
         exif[ORIENTATION] = orientation
@@ -69,7 +83,10 @@ def test_pixels_are_the_same_with_and_without_simplejpeg(monkeypatch, width, hei
     fast = [decode(data) for decode in decoders]
     assert "simplejpeg" in sys.modules
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    assert all(torch.equal(decode(data), each) for decode, each in zip(decoders, fast, strict=True))
+    assert all(
+        torch.equal(decode(data), each)
+        for decode, each in zip(decoders, fast, strict=True)
+    )
 
 
 def test_large_jpeg_that_is_decoded_at_a_fraction_looks_as_one_that_is_scaled_down():
@@ -100,7 +117,9 @@ def test_damaged_exif_does_not_turn_the_image(kind, exif):
 
 
 def test_floating_dtype_has_values_from_0_to_1():
-    found = hr.decode.image(dtype=torch.float16)(encoded(Image.new("L", (2, 2), 51), "PNG"))
+    found = hr.decode.image(dtype=torch.float16)(
+        encoded(Image.new("L", (2, 2), 51), "PNG")
+    )
     assert found.dtype == torch.float16
     assert torch.allclose(found, torch.full((3, 2, 2), 0.2, dtype=torch.float16))
 
@@ -151,7 +170,10 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
     unlabelled = dataset(tmp_path, suffix=".png")
     assert hr.decode.image()(unlabelled[0]).shape == (3, 20, 20)
     some = dataset(
-        tmp_path, suffix=("1.png", "2.png"), labels="folder", classes=("emu", "fox", "dog", "cat")
+        tmp_path,
+        suffix=("1.png", "2.png"),
+        labels="folder",
+        classes=("emu", "fox", "dog", "cat"),
     )
     assert [some[index].label for index in (0, 2, 4)] == [3, 2, 0]
     assert pickle.loads(pickle.dumps(some, 5)).classes == ("emu", "fox", "dog", "cat")
@@ -163,7 +185,9 @@ def test_folder_of_labelled_images_needs_no_code(tmp_path, dataset):
     with pytest.raises(ValueError, match="classes= are the names"):
         dataset(tmp_path, suffix=".png", classes=["cat"])
     (tmp_path / "lost.png").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"in the folder of its class: 'lost\.png' is in none"):
+    with pytest.raises(
+        ValueError, match=r"in the folder of its class: 'lost\.png' is in none"
+    ):
         dataset(tmp_path, suffix=".png", labels="folder")
 
 
@@ -175,7 +199,9 @@ def test_fields_are_decoded_by_their_functions():
         "txt": "é".encode(),
         "x": b"",
     }
-    decode = hr.decode.fields(__key__=str, png=hr.decode.image(), cls=int, txt=str, json=json.loads)
+    decode = hr.decode.fields(
+        __key__=str, png=hr.decode.image(), cls=int, txt=str, json=json.loads
+    )
     found = decode(sample | {"json": b'{"a": [1]}'})
     assert found["png"].shape == (3, 6, 4)
     assert {name: value for name, value in found.items() if name != "png"} == {
@@ -190,5 +216,7 @@ def test_error_of_a_field_names_the_field_and_the_sample():
     with pytest.raises(ValueError, match="invalid literal") as caught:
         hr.decode.fields(cls=int)({"__key__": "a/7", "cls": b"seven"})
     assert caught.value.__notes__ == ["decoding field 'cls' of sample 'a/7'"]
-    with pytest.raises(KeyError, match="sample 'a/7' has no field 'cls', but __key__, jpg"):
+    with pytest.raises(
+        KeyError, match="sample 'a/7' has no field 'cls', but __key__, jpg"
+    ):
         hr.decode.fields(cls=int)({"__key__": "a/7", "jpg": b""})

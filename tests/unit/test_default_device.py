@@ -39,6 +39,8 @@ def test_batches_are_in_host_memory(options, meta):
 
 
 def test_rows_of_a_torch_dataset_without_columns_come_from_a_worker_in_host_memory(meta):
-    dataset = TensorDataset(torch.arange(4, device="cpu"), torch.zeros(4, 0, device="cpu"))
+    dataset = TensorDataset(
+        torch.arange(4, device="cpu"), torch.zeros(4, 0, device="cpu")
+    )
     with hr.DataLoader(dataset, batch_size=2, num_workers=1, seed=1) as loader:
         assert {tensor.device.type for batch in loader for tensor in batch} == {"cpu"}

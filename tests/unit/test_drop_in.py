@@ -76,7 +76,9 @@ def values(loader):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("dataset", [range(4), Numbers(4)], ids=["torch", "async"])
 def test_collate_function_without_a_hash(dataset, num_workers):
-    assert values(hr.DataLoader(dataset, 2, num_workers=num_workers, collate_fn=Collator())) == [
+    assert values(
+        hr.DataLoader(dataset, 2, num_workers=num_workers, collate_fn=Collator())
+    ) == [
         [1, 2],
         [3, 4],
     ]
@@ -105,7 +107,10 @@ def test_function_registered_for_tensors_takes_precedence(num_workers, monkeypat
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensors)
     for make in (TorchDataLoader, hr.DataLoader):
-        for dataset in (TensorDataset(torch.arange(4)), [(np.array(i),) for i in range(4)]):
+        for dataset in (
+            TensorDataset(torch.arange(4)),
+            [(np.array(i),) for i in range(4)],
+        ):
             batches = list(make(dataset, 2, num_workers=num_workers))
             assert [batch[0].tolist() for batch in batches] == [[0, -1], [-2, -3]]
 
@@ -114,7 +119,14 @@ def test_function_registered_for_tensors_takes_precedence(num_workers, monkeypat
 def test_rows_of_an_empty_tensor_dataset_are_out_of_range(num_workers):
     for make in (TorchDataLoader, hr.DataLoader):
         with pytest.raises(IndexError):
-            list(make(TensorDataset(torch.zeros(0, 3)), 2, num_workers=num_workers, sampler=[0, 1]))
+            list(
+                make(
+                    TensorDataset(torch.zeros(0, 3)),
+                    2,
+                    num_workers=num_workers,
+                    sampler=[0, 1],
+                )
+            )
 
 
 def test_numbers_become_tensors_of_the_default_device():
@@ -153,7 +165,9 @@ def test_attributes_of_a_subclass_with_the_names_of_options_are_its_own():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_dataset_of_which_every_missing_attribute_is_none(num_workers):
     for make in (TorchDataLoader, hr.DataLoader):
-        assert values(make(Record({i: i for i in range(4)}), 2, num_workers=num_workers)) == [
+        assert values(
+            make(Record({i: i for i in range(4)}), 2, num_workers=num_workers)
+        ) == [
             [0, 1],
             [2, 3],
         ]
@@ -161,7 +175,10 @@ def test_dataset_of_which_every_missing_attribute_is_none(num_workers):
 
 def test_length_of_a_dataset_with_a_sampler_is_not_needed():
     for make in (TorchDataLoader, hr.DataLoader):
-        assert values(make(Unopened(), 2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]
+        assert values(make(Unopened(), 2, sampler=SequentialSampler(range(3)))) == [
+            [0, 1],
+            [2],
+        ]
 
 
 def test_loading_of_a_torch_dataset_without_workers_starts_no_thread_and_opens_no_file():
@@ -217,10 +234,16 @@ def test_iterator_has_the_attributes_of_torchs_that_libraries_read():
     seen = []
     for kind in (TorchDataLoader, hr.DataLoader):
         loader = kind(
-            dataset := Videos(), 3, num_workers=2, generator=torch.Generator().manual_seed(3)
+            dataset := Videos(),
+            3,
+            num_workers=2,
+            generator=torch.Generator().manual_seed(3),
         )
         iterator = iter(loader)
-        assert (iterator._dataset, iterator._index_sampler) == (dataset, loader.batch_sampler)
+        assert (iterator._dataset, iterator._index_sampler) == (
+            dataset,
+            loader.batch_sampler,
+        )
         yielded = [
             iterator._num_yielded,
             *(iterator._num_yielded for _ in iterator),

@@ -53,20 +53,28 @@ BUILTINS = {
 def example(name):
     """An error with a value for each attribute and each place of its text."""
     kind = getattr(errors, name)
-    places = [place.partition(".")[0] for _, place, *_ in Formatter().parse(kind._text) if place]
-    attributes = {each for each in dir(kind) if getattr(kind, each) is None} - {"lost_samples"}
+    places = [
+        place.partition(".")[0] for _, place, *_ in Formatter().parse(kind._text) if place
+    ]
+    attributes = {each for each in dir(kind) if getattr(kind, each) is None} - {
+        "lost_samples"
+    }
     message = [] if kind._text else ["a message"]
     return kind(*message, **dict.fromkeys([*places, *attributes], 7))
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-def test_error_names_its_entry_which_has_causes_and_remedy_in_the_shell_and_on_the_site(name):
+def test_error_names_its_entry_which_has_causes_and_remedy_in_the_shell_and_on_the_site(
+    name,
+):
     note = example(name).__notes__[0]
     # autodoc's anchor has that name too
     entry = pydoc.plain(pydoc.render_doc(note.rpartition("python -m pydoc ")[2]))
     assert f"class {name}(" in entry
     assert ("What to do: " in entry) >= (name != "HeadraceError")
-    assert ".. automodule:: headrace.errors\n   :members:" in text_of("docs/reference/errors.md")
+    assert ".. automodule:: headrace.errors\n   :members:" in text_of(
+        "docs/reference/errors.md"
+    )
 
 
 def test_subclass_by_a_user_names_the_entry_of_its_base():
@@ -135,5 +143,7 @@ def test_ray_raises_an_error_of_a_task_as_its_own_class_too(name):
 def test_errors_subclass_a_builtin_and_headrace_error(name):
     error = example(name)
     assert isinstance(error, errors.HeadraceError)
-    assert all(isinstance(error, builtin) for builtin, names in BUILTINS.items() if name in names)
+    assert all(
+        isinstance(error, builtin) for builtin, names in BUILTINS.items() if name in names
+    )
     assert str(error)

@@ -49,12 +49,19 @@ def raised(error):
 
 def failure(error, worker=0, traceback=None):
     return Failure(
-        error, "fetch", batch=1, index=5, worker=worker, traceback=traceback or format_error(error)
+        error,
+        "fetch",
+        batch=1,
+        index=5,
+        worker=worker,
+        traceback=traceback or format_error(error),
     )
 
 
 def test_remote_error_is_recorded_by_its_original_class_name():
-    error = failure(RemoteError(type_name="m.Odd", message="odd")).exception(as_torch=True)
+    error = failure(RemoteError(type_name="m.Odd", message="odd")).exception(
+        as_torch=True
+    )
     assert str(error).startswith("Caught Odd in DataLoader worker process 0.\nOriginal ")
 
 

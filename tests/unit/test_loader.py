@@ -77,7 +77,9 @@ def test_function_that_cannot_be_pickled_is_named_with_the_culprit_and_a_remedy(
     def guarded(_):
         return model
 
-    says = rf"(?s){argument}.*guarded.*cannot pickle '_thread\.lock' object.*num_workers=0"
+    says = (
+        rf"(?s){argument}.*guarded.*cannot pickle '_thread\.lock' object.*num_workers=0"
+    )
     with pytest.raises(hr.errors.NotPicklableError, match=says) as caught:
         iter(hr.DataLoader(Numbers(10), num_workers=1, **{argument: guarded}))
     assert isinstance(caught.value, TypeError)
@@ -130,7 +132,9 @@ def made_anew(loader):
 @pytest.mark.parametrize(
     "by", [lambda loader: loader, lambda loader: pickle.loads(pickle.dumps(loader))]
 )
-def test_loader_rebuilt_from_attributes_has_the_options_and_draws_the_orders_of_its_seed(by):
+def test_loader_rebuilt_from_attributes_has_the_options_and_draws_the_orders_of_its_seed(
+    by,
+):
     options = {"seed": 3, "transform": float, "concurrency": 7, "placement": "thread"}
 
     def made():
@@ -175,7 +179,9 @@ class _ClosesItsLoader:
 @pytest.mark.parametrize(
     "options", [{}, {"placement": "process"}, {"num_workers": 1, "placement": "thread"}]
 )
-def test_close_by_another_thread_during_iter_is_the_error_of_a_closed_loader(where, options):
+def test_close_by_another_thread_during_iter_is_the_error_of_a_closed_loader(
+    where, options
+):
     sampler = _ClosesItsLoader(where)
     with hr.DataLoader(Numbers(4), sampler=sampler, **options) as sampler.loader:
         with pytest.raises(hr.errors.LoaderClosedError):
@@ -189,7 +195,9 @@ class _Plain:
 
 
 @pytest.mark.parametrize(
-    "stream", [_Plain(), IterableWrapper(range(2)).sharding_filter()], ids=["plain", "data pipe"]
+    "stream",
+    [_Plain(), IterableWrapper(range(2)).sharding_filter()],
+    ids=["plain", "data pipe"],
 )
 def test_undivided_stream_in_several_workers_is_said_to_be_repeated(stream):
     said = f"each of 2 workers reads all of {type(stream).__name__}, .* use num_workers=0"
@@ -197,9 +205,9 @@ def test_undivided_stream_in_several_workers_is_said_to_be_repeated(stream):
         with pytest.warns(UserWarning, match=said) as caught:
             assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
         # Of forking, Python 3.12 and libraries that were imported warn too.
-        assert [each.filename for each in caught if "reads all of" in str(each.message)] == [
-            __file__
-        ]
+        assert [
+            each.filename for each in caught if "reads all of" in str(each.message)
+        ] == [__file__]
         assert len(list(loader)) == 2, "the second epoch does not repeat the warning"
     with hr.DataLoader(stream, batch_size=2, num_workers=1) as loader:
         assert len(list(loader)) == 1
@@ -244,7 +252,9 @@ class _Frozen(torch.utils.data.Dataset):
 
 def test_garbage_collector_of_a_worker_ignores_objects_from_before_its_start():
     # Else it would copy every page of the trainer's heap into each forked worker.
-    with hr.DataLoader(_Frozen(), num_workers=1, multiprocessing_context="fork") as loader:
+    with hr.DataLoader(
+        _Frozen(), num_workers=1, multiprocessing_context="fork"
+    ) as loader:
         for frozen, collects in loader:
             # Importing torch makes 170,000.
             assert frozen.item() > gc.get_freeze_count() + 10_000

@@ -57,7 +57,10 @@ MISTAKES = {
     "a context beside a placement": (
         lambda: iter(
             hr.DataLoader(
-                Numbers(4), placement="process", multiprocessing_context="fork", num_workers=1
+                Numbers(4),
+                placement="process",
+                multiprocessing_context="fork",
+                num_workers=1,
             )
         ),
         (ValueError, "placement= and multiprocessing_context= exclude each other"),

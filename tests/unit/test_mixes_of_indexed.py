@@ -21,12 +21,16 @@ LANES = (1, 12, 192)
 
 def order_of(lengths, weights, *, stop="first", lanes=1, shuffle=True):
     blocks = Blocks(4, lanes) if lanes > 1 else None
-    sources = [Source(str(number), length, blocks) for number, length in enumerate(lengths)]
+    sources = [
+        Source(str(number), length, blocks) for number, length in enumerate(lengths)
+    ]
     return MixOrder(MixPlan(sources, [(0, weights)], stop), 0, 0, shuffle)
 
 
 def joined(order, part=slice(None)):
-    return np.concatenate([np.empty(0, dtype=np.int64), *taken(order, range(len(order))[part])])
+    return np.concatenate(
+        [np.empty(0, dtype=np.int64), *taken(order, range(len(order))[part])]
+    )
 
 
 def sources_of(indices, lengths):
@@ -51,7 +55,9 @@ def test_every_prefix_has_its_share_of_each_source(weights, lanes, windows):
     order = order_of([10**10] * len(weights), weights, lanes=lanes)
     ideal = np.array(weights)[:, None] / sum(weights)
     first = windows * 8
-    drawn = order.plan.drawn(np.full(lanes, first), np.arange(lanes)).sum(axis=1, keepdims=True)
+    drawn = order.plan.drawn(np.full(lanes, first), np.arange(lanes)).sum(
+        axis=1, keepdims=True
+    )
     positions = np.arange(first * lanes, first * lanes + 2000)
     sources = sources_of(order[positions], [10**10] * len(weights))
     drawn = drawn + np.cumsum(sources == np.arange(len(weights))[:, None], axis=1)
@@ -70,12 +76,16 @@ def test_each_pass_of_a_source_has_each_sample_once(sources, stop, lanes, shuffl
     order = order_of(lengths, weights, stop=stop, lanes=lanes, shuffle=shuffle)
     indices, lanes = joined(order), order.plan.lanes
     assert len(indices) == len(order)
-    counts = np.split(np.bincount(indices, minlength=sum(lengths)), np.cumsum(lengths)[:-1])
+    counts = np.split(
+        np.bincount(indices, minlength=sum(lengths)), np.cumsum(lengths)[:-1]
+    )
     for each in counts:
         assert np.ptp(each) <= (1 if lanes == 1 else 2)
     if stop == "first":
         assert max(each.max() for each in counts) == 1
-        assert min((each == 0).sum() for each in counts) <= (0 if lanes == 1 else 3 * lanes)
+        assert min((each == 0).sum() for each in counts) <= (
+            0 if lanes == 1 else 3 * lanes
+        )
     else:
         assert min(each.min() for each in counts) >= 1
 
@@ -91,7 +101,8 @@ def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, w
         for rank in random.Random(ranks).sample(range(ranks), min(ranks, 3)):
             positions = np.arange(10**8 + rank, 10**8 + count * ranks, ranks)
             shares = (
-                np.bincount(sources_of(order[positions], lengths), minlength=len(weights)) / count
+                np.bincount(sources_of(order[positions], lengths), minlength=len(weights))
+                / count
             )
             deviation = np.sqrt(expected * (1 - expected) / count)  # of draws at random
             assert (np.abs(shares - expected) < 4.5 * deviation).all()
@@ -101,7 +112,8 @@ def test_each_rank_has_the_weights_however_they_fit_the_number_of_ranks(lanes, w
 def test_every_global_batch_has_samples_of_a_rare_source(lanes):
     lengths = [10**9] * 3
     samples = joined(
-        order_of(lengths, [0.69, 0.3, 0.01], lanes=lanes), slice(10**7, 10**7 + 2048 * 100)
+        order_of(lengths, [0.69, 0.3, 0.01], lanes=lanes),
+        slice(10**7, 10**7 + 2048 * 100),
     )
     rare = (sources_of(samples, lengths) == 2).reshape(100, 2048).sum(axis=1)
     assert rare.min() > 0

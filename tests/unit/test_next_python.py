@@ -45,14 +45,21 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("program", "printed"),
     [(ASYNC, "[[0, 3], [12, 27]]\n[[0, 3], [12, 27]]\n"), (TORCH, "[[0, 1], [2, 3]]\n")],
-    ids=["async dataset without a main guard", "torch dataset with one, which torch needs too"],
+    ids=[
+        "async dataset without a main guard",
+        "torch dataset with one, which torch needs too",
+    ],
 )
-def test_workers_start_where_the_default_start_method_is_forkserver(program, printed, tmp_path):
+def test_workers_start_where_the_default_start_method_is_forkserver(
+    program, printed, tmp_path
+):
     (tmp_path / "sitecustomize.py").write_text(FORKSERVER)
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
     command = [sys.executable, tmp_path / "program.py"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert (ended.stdout, ended.returncode) == (printed, 0), ended.stderr
 
 

@@ -66,7 +66,9 @@ def takes_any_keyword(function):
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin
         return False
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+    )
 
 
 def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
@@ -96,7 +98,8 @@ def test_unknown_keyword_is_refused_with_the_nearest_one(tmp_path):
     assert taking_any - {"HeadraceError", "StoreError", "StateError"} <= calls.keys()
     for call in calls.values():
         with pytest.raises(
-            TypeError, match=r"\(\) got an unexpected keyword argument '\w+'. Did you mean '\w+'\?"
+            TypeError,
+            match=r"\(\) got an unexpected keyword argument '\w+'. Did you mean '\w+'\?",
         ):
             call()
 
@@ -120,9 +123,13 @@ def test_options_are_shown_with_type_and_default_in_signature_and_help():
 
 
 @given(
-    workers=st.integers(1, 64), concurrency=st.integers(0, 4096), batch_size=st.integers(1, 4096)
+    workers=st.integers(1, 64),
+    concurrency=st.integers(0, 4096),
+    batch_size=st.integers(1, 4096),
 )
-def test_look_ahead_covers_the_window_and_one_batch_more(workers, concurrency, batch_size):
+def test_look_ahead_covers_the_window_and_one_batch_more(
+    workers, concurrency, batch_size
+):
     ahead = look_ahead(
         workers, prefetch_factor=None, concurrency=concurrency, batch_size=batch_size
     )
@@ -146,7 +153,9 @@ def test_auto_concurrency_uses_at_most_half_of_the_descriptors(descriptors, most
     resource = pytest.importorskip("resource", reason="not there on Windows")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < descriptors:
-        pytest.skip(f"the hard limit of descriptors, {before[1]}, is lower than {descriptors}")
+        pytest.skip(
+            f"the hard limit of descriptors, {before[1]}, is lower than {descriptors}"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, before[1]))
     try:
         assert most_concurrency() == most

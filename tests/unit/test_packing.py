@@ -33,7 +33,9 @@ def test_objects_become_tar_shards_with_an_index(tmp_path):
     assert packed[:2] == (3, 33)
     with tarfile.open(tmp_path / "shards/000000000032.tar") as archive:
         assert archive.getnames() == ["dog/1.seg.png", "dog/1.cls"]
-    assert {path.name for path in (tmp_path / "shards").iterdir() if path.suffix != ".tar"} == {
+    assert {
+        path.name for path in (tmp_path / "shards").iterdir() if path.suffix != ".tar"
+    } == {
         "_pack",
         "headrace.index",
     }
@@ -83,9 +85,9 @@ def test_fields_are_read_in_lower_case(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/A.JPG").write_bytes(b"1")
     hr.pack(hr.FileDataset(tmp_path / "in"), tmp_path / "out")
-    assert [(each["__key__"], each["jpg"]) for each in hr.TarDataset(tmp_path / "out")] == [
-        ("A", b"1")
-    ]
+    assert [
+        (each["__key__"], each["jpg"]) for each in hr.TarDataset(tmp_path / "out")
+    ] == [("A", b"1")]
     with pytest.raises(TypeError, match="sample 0"):
         hr.pack(dataset({"A": b"", "a": b""}), tmp_path / "x")
 
@@ -224,12 +226,16 @@ def test_changed_transform_continues_if_allowed(tmp_path):
     with pytest.raises(RuntimeError, match="stop"):
         hr.pack(data, tmp_path, samples_per_shard=64, transform=stopped)
     hr.pack(data, tmp_path, samples_per_shard=64, transform=corrected, allow_changed=True)
-    texts = [sample["txt"][:3] for sample in hr.TarDataset(tmp_path, shards_in_parallel=1)]
+    texts = [
+        sample["txt"][:3] for sample in hr.TarDataset(tmp_path, shards_in_parallel=1)
+    ]
     assert set(texts) == {b"old", b"new"}
     assert len(texts) == 640
 
 
-def test_samples_that_fail_otherwise_after_an_interruption_come_once_or_not_at_all(tmp_path):
+def test_samples_that_fail_otherwise_after_an_interruption_come_once_or_not_at_all(
+    tmp_path,
+):
     healed, going = tmp_path / "healed", tmp_path / "going"
 
     def make(index):
@@ -250,7 +256,8 @@ def test_samples_that_fail_otherwise_after_an_interruption_come_once_or_not_at_a
     healed.touch()
     hr.pack(data, tmp_path / "shards", **options)
     texts = [
-        int(sample["txt"]) for sample in hr.TarDataset(tmp_path / "shards", shards_in_parallel=1)
+        int(sample["txt"])
+        for sample in hr.TarDataset(tmp_path / "shards", shards_in_parallel=1)
     ]
     assert texts == [index for index in range(640) if index != 5]
 
@@ -275,7 +282,12 @@ def test_transform_runs_in_workers_and_skipped_samples_are_left_out(tmp_path):
             raise ValueError("no 1")
         return {"txt": f"{number}"}
 
-    options = {"num_workers": 1, "transform": transform, "on_error": "skip", "samples_per_shard": 2}
+    options = {
+        "num_workers": 1,
+        "transform": transform,
+        "on_error": "skip",
+        "samples_per_shard": 2,
+    }
     assert hr.pack(Numbers(3), tmp_path, **options).samples == 2
     assert [sample["txt"] for sample in hr.TarDataset(tmp_path)] == [b"0", b"2"]
     assert len(hr.TarDataset.index(tmp_path)) == 2
@@ -287,7 +299,9 @@ def test_shard_whose_samples_all_fail_is_complete_if_all_may_fail(tmp_path):
             raise ValueError("broken")
         return {"txt": str(index)}
 
-    pack = functools.partial(hr.pack, SlowDataset(7, 0, make=make), tmp_path, samples_per_shard=3)
+    pack = functools.partial(
+        hr.pack, SlowDataset(7, 0, make=make), tmp_path, samples_per_shard=3
+    )
     with pytest.raises(hr.errors.TooManySkippedError, match="max_share=1"):
         pack(on_error="skip")
     policy = hr.SkipErrors(max_share=1)
@@ -303,7 +317,11 @@ def test_shard_whose_samples_all_fail_is_complete_if_all_may_fail(tmp_path):
     [
         ("tar", [{"txt": b""}, {"txt": object()}], "sample 1 .*field 'txt' is a object"),
         ("tar", [{"__key__": "a.b", "txt": b""}], "sample 0 .*'a.b'"),
-        ("tar", [{"__key__": each, "txt": b""} for each in "aba"], "sample 2 .*'a' .* used once"),
+        (
+            "tar",
+            [{"__key__": each, "txt": b""} for each in "aba"],
+            "sample 2 .*'a' .* used once",
+        ),
         ("tar", [{"__key__": "/a", "txt": b""}], "sample 0 .*'/a' .* absolute"),
         ("tar", [{"__key__": "../a", "txt": b""}], "sample 0 .*'../a'"),
         ("tar", [{"__key__": "a"}], "sample 0 .*'a' .* at least one field"),
@@ -318,11 +336,19 @@ def test_shard_whose_samples_all_fail_is_complete_if_all_may_fail(tmp_path):
         ),
         ("parquet", [{"a": 1}] * 64 + [{"a": 1, "b": 2}], r"sample 64 .*columns \['b'\]"),
         ("parquet", [{"a": 1}] * 64 + [{"a": "1"}], "sample 64 "),
-        ("parquet", [{"a": {"x": 1}}] * 64 + [{"a": {"x": 1, "y": 2}}], "sample 64 .*schema="),
+        (
+            "parquet",
+            [{"a": {"x": 1}}] * 64 + [{"a": {"x": 1, "y": 2}}],
+            "sample 64 .*schema=",
+        ),
         ("parquet", [{"a": None}] * 64 + [{"a": 1}], "sample 64 .*schema="),
         ("parquet", [{"a": 1}, 3], "sample 1 "),
         ("parquet", [{"a\ud800": 1}], "sample 0 "),
-        ("tar", [{"time": np.datetime64(1, "ns")}], "sample 0 .*field 'time' is a datetime64"),
+        (
+            "tar",
+            [{"time": np.datetime64(1, "ns")}],
+            "sample 0 .*field 'time' is a datetime64",
+        ),
         ("tar", [3], "sample 0 .*has no attribute 'key'"),
         (
             "parquet",
@@ -366,7 +392,9 @@ def test_directory_with_other_content_is_refused(tmp_path):
             hr.pack(data, tmp_path / "shards", **other)
     with pytest.raises(ValueError, match="length=1, and not 2"):
         hr.pack(dataset({"txt": b"a"}, {"txt": b"b"}), tmp_path / "shards")
-    with pytest.raises(ValueError, match="format='zip' must be one of tar, parquet, tokens"):
+    with pytest.raises(
+        ValueError, match="format='zip' must be one of tar, parquet, tokens"
+    ):
         hr.pack(data, tmp_path / "other", format="zip")
 
 
@@ -386,7 +414,11 @@ def test_another_number_of_a_class_is_refused(tmp_path):
     hr.pack(hr.FileDataset(data, labels="folder"), out, samples_per_shard=1)
     classes = ["bird", "cat", "dog"]
     with pytest.raises(ValueError, match=r"packed with classes=\['cat', 'dog'\]"):
-        hr.pack(hr.FileDataset(data, labels="folder", classes=classes), out, samples_per_shard=1)
+        hr.pack(
+            hr.FileDataset(data, labels="folder", classes=classes),
+            out,
+            samples_per_shard=1,
+        )
 
 
 def test_streams_are_refused(tmp_path):
@@ -417,7 +449,9 @@ def test_bytes_do_not_depend_on_ranks(orders, tmp_path, as_rank):
         hr.pack(Numbers(1000), tmp_path / "several", **options)
     assert digests(tmp_path / "several") == digests(tmp_path / "one")
     samples = hr.TarDataset.index(tmp_path / "several")
-    assert [int(samples[index]["txt"].split()[0]) for index in range(1000)] == [*range(1000)]
+    assert [int(samples[index]["txt"].split()[0]) for index in range(1000)] == [
+        *range(1000)
+    ]
 
 
 # Results.
@@ -502,7 +536,10 @@ def test_put_is_called_once_for_each_batch(puts, tmp_path):
 
 def test_results_with_another_number_of_rows_are_refused(tmp_path):
     loader = hr.DataLoader(Numbers(8), 4)
-    with hr.pack_results(loader, tmp_path) as out, pytest.raises(ValueError, match="length"):
+    with (
+        hr.pack_results(loader, tmp_path) as out,
+        pytest.raises(ValueError, match="length"),
+    ):
         out.put(next(iter(loader))[1:])
 
 

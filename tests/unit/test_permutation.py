@@ -43,7 +43,12 @@ def test_values_of_huge_lengths_are_distinct_and_in_range(n):
             2**60,
             2**64 - 1,
             2**64 - 1,
-            [158018458023373382, 438945742031880014, 838970791527663377, 1018006017065883167],
+            [
+                158018458023373382,
+                438945742031880014,
+                838970791527663377,
+                1018006017065883167,
+            ],
         ),
     ],
 )
@@ -62,7 +67,9 @@ def z_scores(n, orders):
 
     def score(counts, freedom):
         expected = counts.mean()
-        return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
+        return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(
+            2 * freedom
+        )
 
     return (
         score(values, (n - 1) ** 2),
@@ -76,7 +83,9 @@ def test_positions_and_differences_are_as_random_as_torchs(n):
     trials = 3000
     ours = z_scores(n, (hr.Permutation(n, seed, epoch=0)[:] for seed in range(trials)))
     generator = torch.Generator().manual_seed(0)
-    torchs = z_scores(n, (torch.randperm(n, generator=generator).numpy() for _ in range(trials)))
+    torchs = z_scores(
+        n, (torch.randperm(n, generator=generator).numpy() for _ in range(trials))
+    )
     assert max(map(abs, torchs)) < 4
     assert max(map(abs, ours)) < 4
 
@@ -96,18 +105,24 @@ def test_any_access_agrees_with_the_whole_order(n, seed, epoch, data):
     order = hr.Permutation(n, seed, epoch)
     whole = order[:]
     bound = st.none() | st.integers(-n - 2, n + 2)
-    part = slice(data.draw(bound), data.draw(bound), data.draw(st.integers(-9, 9).filter(bool)))
+    part = slice(
+        data.draw(bound), data.draw(bound), data.draw(st.integers(-9, 9).filter(bool))
+    )
     assert np.array_equal(order[part], whole[part])
-    positions = np.array(data.draw(st.lists(st.integers(-n, n - 1), max_size=8)), dtype=np.int64)
+    positions = np.array(
+        data.draw(st.lists(st.integers(-n, n - 1), max_size=8)), dtype=np.int64
+    )
     assert np.array_equal(order[positions], whole[positions])
     assert [order[int(position)] for position in positions] == whole[positions].tolist()
     start, step = data.draw(st.integers(0, n + 2)), data.draw(st.integers(1, 9))
-    assert [value for block in order.blocks(start, step=step) for value in block] == whole[
-        start::step
-    ].tolist()
+    assert [
+        value for block in order.blocks(start, step=step) for value in block
+    ] == whole[start::step].tolist()
 
 
-@pytest.mark.parametrize("position", [10, -11, [0, 10], 0.5, [0.5], "a", True, np.array(10)])
+@pytest.mark.parametrize(
+    "position", [10, -11, [0, 10], 0.5, [0.5], "a", True, np.array(10)]
+)
 def test_a_position_that_is_not_there_is_an_index_error(position):
     with pytest.raises(IndexError, match=r"out of range|must be integers"):
         hr.Permutation(10, 0)[position]

@@ -47,14 +47,22 @@ class Compose:
 
 def drawn(dataset, epochs=1, **options):
     """The samples of some epochs, sorted, with what was drawn for each."""
-    options = {"batch_size": 4, "seed": 3, "transform": noisy, "collate_fn": list, **options}
+    options = {
+        "batch_size": 4,
+        "seed": 3,
+        "transform": noisy,
+        "collate_fn": list,
+        **options,
+    }
     with hr.DataLoader(dataset, **options) as loader:
         found = [list(loader) for _ in range(epochs)]
     return sorted(sample for batches in found for batch in batches for sample in batch)
 
 
 def test_each_sample_epoch_and_seed_has_other_numbers():
-    numbers = [number for seed in range(3) for _, number in drawn(Map(), epochs=3, seed=seed)]
+    numbers = [
+        number for seed in range(3) for _, number in drawn(Map(), epochs=3, seed=seed)
+    ]
     assert len(set(numbers)) == 9 * LENGTH
 
 
@@ -73,7 +81,9 @@ def test_a_second_function_draws_other_numbers_and_leaves_those_of_the_first():
 def test_draws_from_torchs_generator_without_a_loader():
     def alone():
         torch.manual_seed(4)
-        return [noisy(1), noisy(1), Map().map(noisy)[0]], list(stream().map(noisy).filter(kept))
+        return [noisy(1), noisy(1), Map().map(noisy)[0]], list(
+            stream().map(noisy).filter(kept)
+        )
 
     first = alone()
     assert first == alone()
@@ -91,7 +101,10 @@ def test_a_call_while_samples_are_fetched_is_an_error_that_says_where_to_put_it(
 
 def test_a_loader_with_a_function_of_the_main_program_is_pickled(monkeypatch):
     main = types.ModuleType("__main__")
-    exec("import headrace\n@headrace.randomized\ndef noisy(x, rng): return x + 1", vars(main))
+    exec(
+        "import headrace\n@headrace.randomized\ndef noisy(x, rng): return x + 1",
+        vars(main),
+    )
     monkeypatch.setitem(sys.modules, "__main__", main)
     copy = pickle.loads(pickle.dumps(hr.DataLoader(range(4), 4, transform=main.noisy)))
     assert next(iter(copy)).tolist() == [1, 2, 3, 4]
@@ -103,5 +116,7 @@ def test_a_lambda_and_a_local_function_reach_workers():
         return sample, int(rng.integers(1 << 40))
 
     assert drawn(Map(), transform=hr.randomized(local), num_workers=1) == drawn(Map())
-    copied = pickle.loads(cloudpickle.dumps(hr.randomized(lambda sample, rng: rng.random())))
+    copied = pickle.loads(
+        cloudpickle.dumps(hr.randomized(lambda sample, rng: rng.random()))
+    )
     assert copied(0, np.random.default_rng(1)) == np.random.default_rng(1).random()

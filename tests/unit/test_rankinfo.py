@@ -35,7 +35,11 @@ def set_all(monkeypatch, variables):
         ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 NODE_RANK=0", 3, 4),
         ("RANK=3 WORLD_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=2", 3, 4),
         ("SLURM_PROCID=1 SLURM_NTASKS=2", 1, 2),
-        ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NAME=train", 1, 2),
+        (
+            "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NAME=train",
+            1,
+            2,
+        ),
         # The batch script, without srun.
         ("SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
         (
@@ -43,7 +47,11 @@ def set_all(monkeypatch, variables):
             0,
             1,
         ),
-        ("SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_NTASKS=4", 0, 1),
+        (
+            "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_NTASKS=4",
+            0,
+            1,
+        ),
         ("SLURM_JOB_ID=9 SLURM_NTASKS=4", 0, 1),  # salloc
         ("WORLD_SIZE=4 NODE_RANK=0 LOCAL_RANK=1", 1, 4),
         ("WORLD_SIZE=4 NODE_RANK=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", 3, 4),
@@ -107,7 +115,9 @@ class Said(Numbers):
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 1)])
-def test_rank_that_changes_between_epochs_reaches_the_engine(monkeypatch, placement, num_workers):
+def test_rank_that_changes_between_epochs_reaches_the_engine(
+    monkeypatch, placement, num_workers
+):
     with hr.DataLoader(
         Said(1), placement=placement, num_workers=num_workers, collate_fn=_first
     ) as loader:

@@ -16,11 +16,19 @@ from tests.unit.streams.reading import Count
 
 LENGTH = 24
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
-COLUMNS = ("`num_workers`", "`placement`", "`batch_size`", "number of ranks", "position restored")
+COLUMNS = (
+    "`num_workers`",
+    "`placement`",
+    "`batch_size`",
+    "number of ranks",
+    "position restored",
+)
 
 
 def draw(sample):
-    return sample, random.random() + np.random.random() + torch.rand((), dtype=torch.float64).item()
+    return sample, random.random() + np.random.random() + torch.rand(
+        (), dtype=torch.float64
+    ).item()
 
 
 @hr.randomized
@@ -48,11 +56,17 @@ class Drawing(Dataset):
 
 
 def map_style(rank, world):
-    return {"dataset": Numbers(LENGTH), "sampler": DistributedSampler(Numbers(LENGTH), world, rank)}
+    return {
+        "dataset": Numbers(LENGTH),
+        "sampler": DistributedSampler(Numbers(LENGTH), world, rank),
+    }
 
 
 def torchs(rank, world):
-    return {"dataset": range(LENGTH), "sampler": DistributedSampler(range(LENGTH), world, rank)}
+    return {
+        "dataset": range(LENGTH),
+        "sampler": DistributedSampler(range(LENGTH), world, rank),
+    }
 
 
 def torchs_that_draw(draw):
@@ -110,7 +124,13 @@ def numbers(make, common, *, world=1, restore_after=None, **options):
     found = []
     for rank in range(world):
         with temporary_rank(RankInfo(rank, world, "test")):
-            options = {"batch_size": 4, "seed": 3, "collate_fn": list, **common, **options}
+            options = {
+                "batch_size": 4,
+                "seed": 3,
+                "collate_fn": list,
+                **common,
+                **options,
+            }
             with hr.DataLoader(**make(rank, world), **options) as loader:
                 if restore_after is None:
                     found += list(loader)
@@ -156,7 +176,11 @@ def test_the_table_is_true(row, change):
         assert len(usual) == LENGTH
         for options in CHANGES[change]:
             changed = numbers(make, common, **options)
-            assert (changed == usual) is (table()[row][change] == "✓"), (make, common, options)
+            assert (changed == usual) is (table()[row][change] == "✓"), (
+                make,
+                common,
+                options,
+            )
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -31,4 +31,7 @@ def test_repr_of_a_dataset_made_of_others(dataset, shown):
     ],
 )
 def test_repr_of_a_sample_has_the_number_of_its_bytes(sample):
-    assert repr(sample) == f"{type(sample).__name__}(key='a.jpg', data=<1,234 bytes>, label=3)"
+    assert (
+        repr(sample)
+        == f"{type(sample).__name__}(key='a.jpg', data=<1,234 bytes>, label=3)"
+    )

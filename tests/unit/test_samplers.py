@@ -20,7 +20,12 @@ SIZES = st.integers(1, 300), st.integers(1, 40), st.integers(1, 9)
 def block_samplers(length, world_size):
     return [
         hr.BlockShuffleSampler(
-            length, block_size=4, blocks_at_once=12, seed=3, rank=rank, world_size=world_size
+            length,
+            block_size=4,
+            blocks_at_once=12,
+            seed=3,
+            rank=rank,
+            world_size=world_size,
         )
         for rank in range(world_size)
     ]
@@ -47,11 +52,16 @@ def test_every_index_is_drawn_once_and_a_block_within_one_group_of_blocks(
     positions = {}
     for position, index in enumerate(order):
         positions.setdefault(index // block_size, []).append(position)
-    assert max(found[-1] - found[0] for found in positions.values()) < block_size * blocks_at_once
+    assert (
+        max(found[-1] - found[0] for found in positions.values())
+        < block_size * blocks_at_once
+    )
 
 
 def test_a_group_that_is_not_full_comes_at_a_random_place_and_in_random_order():
-    sampler = hr.BlockShuffleSampler(4 * 3 * 10 + 5, block_size=4, blocks_at_once=3, seed=1)
+    sampler = hr.BlockShuffleSampler(
+        4 * 3 * 10 + 5, block_size=4, blocks_at_once=3, seed=1
+    )
     places = set()
     for epoch in range(40):
         sampler.set_epoch(epoch)
@@ -78,13 +88,18 @@ def test_ranks_that_do_not_divide_the_blocks_are_a_warning_once():
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(7, 100), st.integers(1, 7), st.booleans())
-def test_without_shuffling_it_deals_as_torchs_distributed_sampler(length, world_size, drop_last):
+def test_without_shuffling_it_deals_as_torchs_distributed_sampler(
+    length, world_size, drop_last
+):
     options = {"shuffle": False, "drop_last": drop_last}
     for rank, ours in enumerate(elastic_samplers(length, world_size, **options)):
         torchs = DistributedSampler(range(length), world_size, rank, **options)
         assert list(ours) == list(torchs)
         assert len(ours) == len(torchs)
-        assert (ours.num_samples, ours.total_size) == (torchs.num_samples, torchs.total_size)
+        assert (ours.num_samples, ours.total_size) == (
+            torchs.num_samples,
+            torchs.total_size,
+        )
 
 
 def test_an_epoch_of_a_billion_samples_begins_and_continues_at_once():
@@ -114,7 +129,10 @@ def test_wrong_arguments_are_errors():
         ({"seed": -1}, "must be between"),
         ({"rank": 1}, "give both"),
         ({"rank": 2, "world_size": 2}, "out of range"),
-        ({"drop_last": True, "exact": True}, "drop_last=True leaves out samples, and exact=True"),
+        (
+            {"drop_last": True, "exact": True},
+            "drop_last=True leaves out samples, and exact=True",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             hr.ElasticSampler(10, **options)
@@ -145,7 +163,9 @@ def test_numbers_of_numpy_give_states_of_plain_numbers(kind):
     ranks = {"seed": number(3), "rank": number(1), "world_size": number(2)}
     options = {
         "elastic": lambda: {
-            "sampler": hr.ElasticSampler(number(40), shuffle=np.True_, drop_last=np.True_, **ranks)
+            "sampler": hr.ElasticSampler(
+                number(40), shuffle=np.True_, drop_last=np.True_, **ranks
+            )
         },
         "blocks": lambda: {
             "sampler": hr.BlockShuffleSampler(

@@ -27,7 +27,10 @@ CHANGED = f"""the layout of a state is not that of version {VERSION}: raise VERS
 src/headrace/_order/state.py, keep reading version {VERSION} if a release has written it, and run
 `python -m tests.unit.test_saved_states`, which writes the files of the new version"""
 
-TARS = {f"{shard}.tar": writer.shard([f"{shard}{each}" for each in range(8)]) for shard in range(4)}
+TARS = {
+    f"{shard}.tar": writer.shard([f"{shard}{each}" for each in range(8)])
+    for shard in range(4)
+}
 STORE = in_memory(TARS)
 
 
@@ -56,8 +59,12 @@ LOADERS = {
     "generator": lambda: loader(Numbers(40), shuffle=True, generator=torch.Generator()),
     "elastic": lambda: loader(Numbers(40), sampler=hr.ElasticSampler(40, seed=3)),
     "excluding": excluding,
-    "indexed": lambda: loader(hr.TarDataset.index(list(TARS), store=STORE), shuffle=True, seed=3),
-    "mix": lambda: loader(hr.mix([Numbers(40), Numbers(20)], weights=[3, 1]), shuffle=True, seed=3),
+    "indexed": lambda: loader(
+        hr.TarDataset.index(list(TARS), store=STORE), shuffle=True, seed=3
+    ),
+    "mix": lambda: loader(
+        hr.mix([Numbers(40), Numbers(20)], weights=[3, 1]), shuffle=True, seed=3
+    ),
     "tars": lambda: loader(
         hr.TarDataset(list(TARS), store=STORE, shuffle=True, buffer_size=4, seed=3)
     ),
@@ -79,7 +86,10 @@ def run(name):
     with LOADERS[name]() as unbroken:
         batches = iter(unbroken)
         list(itertools.islice(batches, TAKEN))
-        return {"state": json.loads(json.dumps(unbroken.state_dict())), "rest": list(batches)}
+        return {
+            "state": json.loads(json.dumps(unbroken.state_dict())),
+            "rest": list(batches),
+        }
 
 
 def fields(record):
@@ -99,7 +109,9 @@ def fields(record):
 def layout(value, path="", found=frozenset()):
     """Paths of the values, without positions in lists, with their types."""
     if isinstance(value, dict | list):
-        named = value.items() if isinstance(value, dict) else (("", each) for each in value)
+        named = (
+            value.items() if isinstance(value, dict) else (("", each) for each in value)
+        )
         return found.union(*(layout(each, f"{path}/{name}") for name, each in named))
     return {f"{path}: {type(value).__name__}"} if value is not None else set()
 
@@ -114,7 +126,9 @@ def test_fields_of_a_state_change_with_the_version_alone():
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_layout_of_a_state_changes_with_the_version_alone(name):
-    assert layout(run(name)["state"]) == layout(read(FOLDER / f"{name}.json")["state"]), CHANGED
+    assert layout(run(name)["state"]) == layout(read(FOLDER / f"{name}.json")["state"]), (
+        CHANGED
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +150,9 @@ def test_saved_state_is_continued(path):
         (VERSION - 1, "0.0.1", r"install headrace 0.0.1(?! or)"),
     ],
 )
-def test_state_of_another_version_names_the_release_that_wrote_the_state(version, release, remedy):
+def test_state_of_another_version_names_the_release_that_wrote_the_state(
+    version, release, remedy
+):
     state = {**run("seeded")["state"], "version": version, "headrace": release}
     with pytest.raises(StateError, match=f"^headrace {release} wrote .* {remedy}"):
         LOADERS["seeded"]().load_state_dict(state)

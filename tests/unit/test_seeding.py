@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace._random.seeding import TransformGenerators, isolated_generators, seed_everything
+from headrace._random.seeding import (
+    TransformGenerators,
+    isolated_generators,
+    seed_everything,
+)
 
 
 def draws():
@@ -114,7 +118,9 @@ def of_numpy(rng):
         (Holder, torch.Generator(), lambda rng: torch.rand((), generator=rng).item()),
     ],
 )
-def test_generators_of_every_kind_are_seeded_wherever_a_transform_holds_them(put, rng, draw):
+def test_generators_of_every_kind_are_seeded_wherever_a_transform_holds_them(
+    put, rng, draw
+):
     generators = TransformGenerators([put(rng)])
     drawn = []
     for seed in (0, 2**64 - 1):
@@ -134,6 +140,9 @@ def test_copy_in_a_worker_gets_the_same_seeds():
     copies = pickle.loads(cloudpickle.dumps(functions))
     for each in (functions, copies):
         TransformGenerators(each).seed(9)
-    assert functions[0].parts["nested"][0][1].random() == copies[0].parts["nested"][0][1].random()
+    assert (
+        functions[0].parts["nested"][0][1].random()
+        == copies[0].parts["nested"][0][1].random()
+    )
     assert functions[1](0) == copies[1](0)
     assert functions[2].seeds == copies[2].seeds

@@ -79,7 +79,11 @@ STREAMS = {
 
 
 def read(loader, batches=None):
-    return [int(sample) for batch in itertools.islice(iter(loader), batches) for sample in batch]
+    return [
+        int(sample)
+        for batch in itertools.islice(iter(loader), batches)
+        for sample in batch
+    ]
 
 
 @pytest.fixture
@@ -93,14 +97,18 @@ def run(as_rank):
             loader = DataLoader(make(), batch_size)
             if state is not None:
                 loader.load_state_dict(state)
-            given.append(read(loader, batches[rank] if isinstance(batches, tuple) else batches))
+            given.append(
+                read(loader, batches[rank] if isinstance(batches, tuple) else batches)
+            )
             states.append(json.loads(json.dumps(loader.state_dict())))
         return given, states
 
     return run
 
 
-@pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
+@pytest.mark.filterwarnings(
+    "ignore:.* has no state_dict", "ignore:each of .* ranks reads all"
+)
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 3)])
 def test_stream_of_which_each_rank_reads_its_part_is_refused_on_another_number_of_ranks(
@@ -119,7 +127,9 @@ def test_stream_of_which_each_rank_reads_its_part_is_refused_on_another_number_o
                 iter(loader)
 
 
-@pytest.mark.filterwarnings("ignore:.* has no state_dict", "ignore:each of .* ranks reads all")
+@pytest.mark.filterwarnings(
+    "ignore:.* has no state_dict", "ignore:each of .* ranks reads all"
+)
 @pytest.mark.parametrize("name", STREAMS)
 def test_as_many_ranks_continue_each_its_own_part_also_when_some_have_ended(name, run):
     """5 ranks have 4 batches, or 3, some of them incomplete."""
@@ -131,7 +141,9 @@ def test_as_many_ranks_continue_each_its_own_part_also_when_some_have_ended(name
             break
         state = json.loads(json.dumps(merge_states(reversed(states))))
         rest, _ = run(make, 5, batch_size=3, state=state)
-        assert [[*first, *second] for first, second in zip(given, rest, strict=True)] == whole
+        assert [
+            [*first, *second] for first, second in zip(given, rest, strict=True)
+        ] == whole
 
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict")
@@ -147,7 +159,9 @@ def test_states_of_ranks_without_a_batch_since_a_restore(run, make):
 
 # Streams that were given the rank and the number of ranks, in a process that is rank 0 of 1.
 GIVEN = {
-    "split, filtered": lambda **of: stream(*range(N)).split(**of).filter(lambda n: n >= 0),
+    "split, filtered": lambda **of: (
+        stream(*range(N)).split(**of).filter(lambda n: n >= 0)
+    ),
     "shards": lambda **of: tars(**of),
 }
 
@@ -188,11 +202,14 @@ def test_states_that_are_not_those_of_all_ranks_at_one_batch_of_one_run_are_refu
     next(iterator)
     states.append(loader.state_dict())
     with pytest.raises(
-        StateError, match=r"not at the same batch: \(cursor, batches\) were \[\(0, 0\), \(2, 1\)\]"
+        StateError,
+        match=r"not at the same batch: \(cursor, batches\) were \[\(0, 0\), \(2, 1\)\]",
     ):
         merge_states(states)
     states = [DataLoader(list(range(9)), 2, seed=seed).state_dict() for seed in (0, 1)]
-    with pytest.raises(StateError, match="different runs cannot be merged: seed was 1, and is 0"):
+    with pytest.raises(
+        StateError, match="different runs cannot be merged: seed was 1, and is 0"
+    ):
         merge_states(states)
 
 

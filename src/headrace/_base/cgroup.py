@@ -25,13 +25,17 @@ class CgroupLimits(NamedTuple):
 
     @classmethod
     def here(
-        cls, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+        cls,
+        root: Path = Path("/sys/fs/cgroup"),
+        membership: Path = Path("/proc/self/cgroup"),
     ) -> CgroupLimits:
         """Return the limits of this process.
 
         All limits are infinite on systems without control groups of version 2.
         """
-        groups = [line for line in _text(membership).splitlines() if line.startswith("0::")]
+        groups = [
+            line for line in _text(membership).splitlines() if line.startswith("0::")
+        ]
         # Inside a container, the path may be a path of the host.
         folder = root / "".join(groups).removeprefix("0::").lstrip("/")
         limits = cls()
@@ -39,14 +43,20 @@ class CgroupLimits(NamedTuple):
             if each.is_relative_to(root):
                 quota, period = _numbers(each / "cpu.max", math.inf, 1.0)
                 (memory,) = _numbers(each / "memory.max", math.inf)
-                limits = cls(min(limits.cores, quota / period), min(limits.memory, memory))
+                limits = cls(
+                    min(limits.cores, quota / period), min(limits.memory, memory)
+                )
         return limits
 
 
 def available_memory() -> float:
     lines = _text(Path("/proc/meminfo")).splitlines()
     return next(
-        (int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")),
+        (
+            int(line.split()[1]) * 1024.0
+            for line in lines
+            if line.startswith("MemAvailable:")
+        ),
         math.inf,
     )
 
@@ -65,7 +75,9 @@ def _numbers(file: Path, *missing: float) -> Sequence[float]:
 
 def usable_cores() -> float:
     cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
     )
     return min(cores, CgroupLimits.here().cores)
 

@@ -64,7 +64,9 @@ def check_keywords(function: str, given: Iterable[str], known: Sequence[str]) ->
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}{hint}"
+            )
 
 
 def check_function(name: str, function: object) -> None:
@@ -122,7 +124,9 @@ def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) 
         raise TypeError(f"{name} must be an int, but got {short_repr(value)}")
     number = int(operator.index(value))
     if not least <= number <= most:
-        bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        bounds = (
+            f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        )
         raise ValueError(f"{name}={number} must be {bounds}")
     return number
 
@@ -207,7 +211,9 @@ def check_names(option: str, names: object) -> None:
 
 def seconds(value: float) -> str:
     """Format seconds with two digits and a unit."""
-    unit, size = ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("µs", 1e-6)
+    unit, size = (
+        ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("µs", 1e-6)
+    )
     return f"{digits(value / size)} {unit}"
 
 

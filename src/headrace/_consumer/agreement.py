@@ -37,7 +37,10 @@ _created: Counter[tuple[int, ...]] = Counter()  # groups of this process, by the
 
 
 def begin_agreement(
-    previous: StepGroup | None, rank: RankInfo, given: ProcessGroup | None, timeout: float | None
+    previous: StepGroup | None,
+    rank: RankInfo,
+    given: ProcessGroup | None,
+    timeout: float | None,
 ) -> StepGroup:
     """Return the agreement for a new epoch.
 
@@ -101,7 +104,9 @@ class StepGroup:
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
         name = f"headrace/{digest}/{_created[ranks]}"
         _created[ranks] += 1
-        self._store: Any = torch.distributed.distributed_c10d.PrefixStore(name, default_store())
+        self._store: Any = torch.distributed.distributed_c10d.PrefixStore(
+            name, default_store()
+        )
         self._store.set(f"begun/{self._rank}", "")
         try:
             gloo = torch.distributed.ProcessGroupGloo(
@@ -109,10 +114,10 @@ class StepGroup:
             )
         except RuntimeError as error:
             absent = self._absent("begun")
-            message = (
-                f"coordinated=True: {_named(absent)} have not begun to iterate over their loader"
-            )
-            raise CoordinationError(f"{message} ({shorten(str(error))})", ranks=absent) from error
+            message = f"coordinated=True: {_named(absent)} have not called iter() of their loader"
+            raise CoordinationError(
+                f"{message} ({shorten(str(error))})", ranks=absent
+            ) from error
         self.gloo: list[Any] = [gloo]
         self._work: Any = None
         self._values = torch.zeros(0, device="cpu")
@@ -139,7 +144,9 @@ class StepGroup:
         options.reduceOp = torch.distributed.ReduceOp.MIN
         if self.timeout is not None:
             options.timeout = timedelta(seconds=self.timeout)
-        self._values = torch.tensor([proposal, *self._position], dtype=torch.int64, device="cpu")
+        self._values = torch.tensor(
+            [proposal, *self._position], dtype=torch.int64, device="cpu"
+        )
         try:
             self._work = self.gloo[0].allreduce([self._values], options)
         except IndexError:
@@ -190,7 +197,9 @@ class StepGroup:
         The other ranks receive the error.
         """
         with suppress(RuntimeError):  # the store's process has ended
-            self._store.set("failed", f"{self._rank} {shorten(f'{type(error).__name__}: {error}')}")
+            self._store.set(
+                "failed", f"{self._rank} {shorten(f'{type(error).__name__}: {error}')}"
+            )
         self.close()
 
     def _explained(self, error: Exception) -> Exception:
@@ -213,7 +222,9 @@ class StepGroup:
                 f"coordinated=True: the process of another rank has ended ({shorten(str(error))})"
             )
         if "Timed out" in str(error) and self.timeout is not None:
-            waiting_for = f"coordinated=True: step {self.made}, {_named(absent)} do not answer"
+            waiting_for = (
+                f"coordinated=True: step {self.made}, {_named(absent)} do not answer"
+            )
             return LoaderTimeoutError(seconds=self.timeout, waiting_for=waiting_for)
         message = (
             f"coordinated=True: {_named(absent)} did not answer at step {self.made}. Have all "
@@ -230,7 +241,9 @@ class StepGroup:
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         with suppress(RuntimeError):  # timed out
             self._store.wait(keys, ROLL_CALL)
-        return tuple(rank for rank, each in enumerate(keys) if not self._store.check([each]))
+        return tuple(
+            rank for rank, each in enumerate(keys) if not self._store.check([each])
+        )
 
     def close(self) -> None:
         """Close the connections to the other ranks.

@@ -86,7 +86,9 @@ class LoaderControl:
         # At exit, the exit hook of the placements closes everything in order.
         weakref.finalize(self, self.placements.drop).atexit = False
         # Open iterations, with the numbers of the epochs.
-        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = weakref.WeakKeyDictionary()
+        self._open_epochs: weakref.WeakKeyDictionary[Epoch, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._closings = 0  # number of calls of `close_epochs`
         # Of the last epoch with `coordinated=True`.
         self._agreement: StepGroup | None = None
@@ -118,7 +120,9 @@ class LoaderControl:
         """
         data_parallel = self.spec.options["data_parallel"]
         of_stream = self.spec.kind.is_iterable and data_parallel is None
-        rank = (given_rank(self.spec.source) if of_stream else None) or rank_among(data_parallel)
+        rank = (given_rank(self.spec.source) if of_stream else None) or rank_among(
+            data_parallel
+        )
         with contextlib.nullcontext() if data_parallel is None else temporary_rank(rank):
             yield rank
 
@@ -128,7 +132,12 @@ class LoaderControl:
         return group_of(self.spec.options["data_parallel"])
 
     def begin(
-        self, kind: type[E], loader: TorchLoader, rank: RankInfo, *, late_epoch: bool = False
+        self,
+        kind: type[E],
+        loader: TorchLoader,
+        rank: RankInfo,
+        *,
+        late_epoch: bool = False,
     ) -> E:
         """Begin the next epoch, or continue the restored epoch.
 
@@ -193,7 +202,9 @@ class LoaderControl:
         finish: Finish | None = None
         if spec.device is not None:
             copier = Copier(streams_of(spec.device))
-            delivers = DeviceStage(session, copier, spec.options["device_prefetch"], opened)
+            delivers = DeviceStage(
+                session, copier, spec.options["device_prefetch"], opened
+            )
             finish = delivers.claim
         elif should_pin(loader.pin_memory, loader.pin_memory_device):
             finish = pin
@@ -201,7 +212,9 @@ class LoaderControl:
         asked: object = loader._IterableDataset_len_called
         if asked is not None:
             copies = spec.copies(loader)
-            finish = checked_length(finish, without_adapter(loader.dataset), copies=copies > 0)
+            finish = checked_length(
+                finish, without_adapter(loader.dataset), copies=copies > 0
+            )
         self.position.begin(progress)
         epoch = iterator(
             loader,
@@ -222,7 +235,9 @@ class LoaderControl:
         """The open iterations of this loader, with the numbers of the epochs."""
         # Another thread may begin an iteration meanwhile.
         epochs = [reference() for reference in self._open_epochs.keyrefs()]
-        return [(epoch, self._open_epochs[epoch]) for epoch in epochs if epoch is not None]
+        return [
+            (epoch, self._open_epochs[epoch]) for epoch in epochs if epoch is not None
+        ]
 
     def close_epochs(self) -> None:
         """Close the open epochs, without waiting."""
@@ -242,7 +257,12 @@ class LoaderControl:
         """Start the zygote early, if engine or workers will be forks."""
         here = self.spec.remote is None
         forks = self.spec.placement == "process" or loader.num_workers > 0
-        if self.spec.kind.is_async and here and forks and not loader.multiprocessing_context:
+        if (
+            self.spec.kind.is_async
+            and here
+            and forks
+            and not loader.multiprocessing_context
+        ):
             start_early()
 
     def setup(self, loader: TorchLoader) -> Setup:
@@ -272,7 +292,9 @@ class LoaderControl:
         remote = self.spec.remote
         if remote is not None:
             return max(1, int(self.spec.engines * remote.cpus_per_engine))
-        return max(1, int(usable_cores() / (ranks_on_host() if is_automatic(loader) else 1)))
+        return max(
+            1, int(usable_cores() / (ranks_on_host() if is_automatic(loader) else 1))
+        )
 
     def _open_session(self, loader: TorchLoader, progress: EpochProgress) -> Session:
         """Open a session on the running engine, or on a new engine.
@@ -324,7 +346,9 @@ class LoaderControl:
         with explained("start the loader"):
             # After a restore, running workers have another state of the dataset and of random
             # generators.
-            anew = bool(self.position.resumed) and spec.reads_in_persistent_workers(loader)
+            anew = bool(self.position.resumed) and spec.reads_in_persistent_workers(
+                loader
+            )
             session = self.placements.open(
                 config, start, persistent=loader.persistent_workers, anew=anew
             )
@@ -333,7 +357,9 @@ class LoaderControl:
             session.send(WorkersRequest(self.search.number))
         return session
 
-    def _base_seeds(self, loader: TorchLoader, progress: EpochProgress) -> Mapping[int | None, int]:
+    def _base_seeds(
+        self, loader: TorchLoader, progress: EpochProgress
+    ) -> Mapping[int | None, int]:
         """Return the seed of each worker, from which torch's rule derives the generators."""
         start, base_seed = progress.session_start, progress.base_seed
         workers = range(loader.num_workers)

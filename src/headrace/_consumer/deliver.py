@@ -114,9 +114,13 @@ class FailureHandler:
 
         Return the failure to raise, if any.
         """
-        died = any(isinstance(failure.error, WorkerDiedError) for failure in host.failures)
+        died = any(
+            isinstance(failure.error, WorkerDiedError) for failure in host.failures
+        )
         self._deaths_in_a_row = self._deaths_in_a_row + 1 if died else 0
-        raised = next((failure for failure in host.failures if self._raises(failure)), None)
+        raised = next(
+            (failure for failure in host.failures if self._raises(failure)), None
+        )
         if not self.skips or (raised is not None and raised.unskippable is None):
             return raised
         first = not self._epoch.skipped
@@ -127,12 +131,16 @@ class FailureHandler:
             return raised
         # A batch of a stream is filled further after unreadable samples. A batch without samples is
         # therefore the end of the stream.
-        at_end = self._stream and all(failure.stage is Stage.FETCH for failure in host.failures)
+        at_end = self._stream and all(
+            failure.stage is Stage.FETCH for failure in host.failures
+        )
         lost = host.empty and not at_end
         if lost:
             self._on_lost(host)
         rests = [failure for failure in host.failures if failure.lost is not None]
-        for failure in rests or host.failures[: first or (lost and not self._warned_of_loss)]:
+        for failure in (
+            rests or host.failures[: first or (lost and not self._warned_of_loss)]
+        ):
             _warn_of_skip(failure, lost=lost)
         self._warned_of_loss = self._warned_of_loss or lost
         return None
@@ -170,7 +178,11 @@ class FailureHandler:
 
 
 def _warn_of_skip(failure: Failure, *, lost: bool) -> None:
-    what = "a sample was skipped" if failure.lost is None else "the rest of a shard was skipped"
+    what = (
+        "a sample was skipped"
+        if failure.lost is None
+        else "the rest of a shard was skipped"
+    )
     if lost:
         what = f"batch {failure.batch} lost all its samples"
     warn_user(
@@ -193,7 +205,9 @@ def opened(host: HostBatch) -> Any:
             reason=f"{type(error).__name__}: {error}",
             remedy="Its classes have to be importable, or picklable by value, in this process too.",
         )
-        raise Failure.caught(unpicklable, Stage.CLAIM, host.plan.number).exception() from error
+        raise Failure.caught(
+            unpicklable, Stage.CLAIM, host.plan.number
+        ).exception() from error
 
 
 Finish = Callable[[Any, int], Any]
@@ -248,5 +262,7 @@ def should_pin(pin_memory: bool, device: str) -> bool:
     if available and not on_mps:
         return True
     why = "not supported on MPS now," if on_mps else "no accelerator is found, then"
-    warn_user(f"'pin_memory' argument is set as true but {why} device pinned memory won't be used.")
+    warn_user(
+        f"'pin_memory' argument is set as true but {why} device pinned memory won't be used."
+    )
     return False

@@ -43,12 +43,21 @@ class EpochDelivery(NamedTuple):
         found = [f"{self.once:,} once"]
         for kind, indices in self.others.items():
             some = indices[:5].tolist()
-            named = [f"{index} {sample_key(self.dataset, index) or ''}".rstrip() for index in some]
-            found.append(f"{len(indices):,} {kind}" + f" ({', '.join(named)})" * bool(named))
-        return f"epoch {self.epoch}{'' if self.ended else ', not ended'}: {', '.join(found)}"
+            named = [
+                f"{index} {sample_key(self.dataset, index) or ''}".rstrip()
+                for index in some
+            ]
+            found.append(
+                f"{len(indices):,} {kind}" + f" ({', '.join(named)})" * bool(named)
+            )
+        return (
+            f"epoch {self.epoch}{'' if self.ended else ', not ended'}: {', '.join(found)}"
+        )
 
 
-def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> list[EpochDelivery]:
+def verify(
+    parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any
+) -> list[EpochDelivery]:
     """Compute the delivered samples of a run from states.
 
     Nothing is read. See docs/resuming.md for more.
@@ -78,15 +87,20 @@ def verify(parts: Iterable[Sequence[Mapping[str, Any] | None]], loader: Any) -> 
     order = position.order(with_own_samplers(loader))
     own = position.fingerprint(loader, order)
     if type(order.sampler) is SequentialSampler:
-        order.computed = RankSampler(len(order.sampler), shuffle=False, rank=0, world_size=1)
+        order.computed = RankSampler(
+            len(order.sampler), shuffle=False, rank=0, world_size=1
+        )
     sampler = order.computed
     coordinated = position.spec.options["coordinated"]
     if sampler is None or sampler.dealt_at_once > 1 or (sampler.exact and coordinated):
-        raise StateError(f"a state of {own.order} does not say what was delivered: {COMPUTED}")
+        raise StateError(
+            f"a state of {own.order} does not say what was delivered: {COMPUTED}"
+        )
     spans, stop = [], 0
     for number, part in enumerate(parts):
         begin, last = (
-            LoaderState(0, own) if state is None else LoaderState.from_dict(state) for state in part
+            LoaderState(0, own) if state is None else LoaderState.from_dict(state)
+            for state in part
         )
         if not last.run.ranks:  # no epoch has begun
             continue
@@ -163,7 +177,9 @@ def _left(order: Any, state: LoaderState, last: LoaderState, size: int) -> IntAr
     left = np.zeros(size, np.int64)
     for rank in range(0 if state.over else last.ranks):
         own = _joined(
-            order.computed._dealt(range(size), ReaderShare(rank, last.ranks), state.cursor)
+            order.computed._dealt(
+                range(size), ReaderShare(rank, last.ranks), state.cursor
+            )
         )
         if order.drop_last:
             own = own[: len(own) // batch_size * batch_size]

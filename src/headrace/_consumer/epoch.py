@@ -101,10 +101,16 @@ class Epoch:
             arguments, progress, counters, coordinated=agreement is not None
         )
         sampler: Any = loader.sampler
-        group = 0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler)
+        group = (
+            0.5 if arguments.kind.is_iterable else joined_part(arguments.source, sampler)
+        )
         group_of = None
         # A look-ahead given by the user may be too small for whole groups of blocks.
-        if group and isinstance(sampler, BlockSampler) and vars(loader)["prefetch_factor"] is None:
+        if (
+            group
+            and isinstance(sampler, BlockSampler)
+            and vars(loader)["prefetch_factor"] is None
+        ):
             group_of = sampler.groups_in(progress.begun.epoch)
         self._ahead = Prefetcher(
             progress,
@@ -160,7 +166,9 @@ class Epoch:
 
     def state_dict(self, lag: int = 0) -> State:
         """Return the state of this iteration, for `DataLoader.load_state_dict`."""
-        return states_to_dict((self._position.state_of(self._progress, self._loader, lag),))
+        return states_to_dict(
+            (self._position.state_of(self._progress, self._loader, lag),)
+        )
 
     @property
     def _num_yielded(self) -> int:
@@ -169,7 +177,9 @@ class Epoch:
 
     def __getstate__(self) -> NoReturn:
         # Libraries catch this error of torch's iterators.
-        raise NotImplementedError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be pickled: save its state_dict()"
+        )
 
     # `next()`. During the call the CPU caches hold the trainer's data, so each object costs.
 
@@ -444,7 +454,11 @@ class Epoch:
             if self._bounded_engines:
                 last = next(reversed(self._ahead.under_way.values()), None)
                 # A single engine knows the taken batches from the last plan.
-                if self._bounded_engines > 1 or last is None or last.taken != self._progress.taken:
+                if (
+                    self._bounded_engines > 1
+                    or last is None
+                    or last.taken != self._progress.taken
+                ):
                     self._report_consumed()
             yield from session.waits(self._timeout)
             if session.must_wait():
@@ -566,4 +580,6 @@ def _recorded(iterator: object) -> AbstractContextManager[object]:
     """
     if not profiler._is_profiler_enabled:
         return _NO_RECORD
-    return profiler.record_function(f"enumerate(DataLoader)#{type(iterator).__name__}.__next__")
+    return profiler.record_function(
+        f"enumerate(DataLoader)#{type(iterator).__name__}.__next__"
+    )

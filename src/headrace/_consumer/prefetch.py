@@ -86,7 +86,11 @@ class Prefetcher:
             while not self.exhausted and self.outstanding < self._most():
                 self._draw()
         finally:
-            if self.held and (self._due or not self.under_way) and (count := self._complete()):
+            if (
+                self.held
+                and (self._due or not self.under_way)
+                and (count := self._complete())
+            ):
                 self._send(count)
 
     def _draw(self) -> None:

@@ -33,7 +33,9 @@ from headrace._streams.resumable import is_stateful
 from headrace.errors import StateError
 
 
-def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None) -> Any:
+def batch_at(
+    loader: Any, epoch: int, step: int, rank: int | None, world_size: int | None
+) -> Any:
     """Return the batch of a step, for `DataLoader.batch_at`."""
     with _loader_at(loader, epoch, step, rank, world_size) as (clone, progress):
         progress.draws = itertools.islice(progress.draws, 1)
@@ -44,7 +46,11 @@ def batch_at(loader: Any, epoch: int, step: int, rank: int | None, world_size: i
 
 
 def samples_at(
-    loader: Any, epoch: int, steps: Iterable[int], rank: int | None, world_size: int | None
+    loader: Any,
+    epoch: int,
+    steps: Iterable[int],
+    rank: int | None,
+    world_size: int | None,
 ) -> list[list[Any]]:
     """Return the keys of the samples of steps, for `DataLoader.samples_at`."""
     source = loader._control.spec.source
@@ -55,7 +61,10 @@ def samples_at(
         if plan is None:
             raise _no_step(epoch, step)
         found.append(
-            [index if (key := sample_key(source, index)) is None else key for index in plan.indices]
+            [
+                index if (key := sample_key(source, index)) is None else key
+                for index in plan.indices
+            ]
         )
     return found
 
@@ -71,8 +80,14 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
         _check_in_order(loader)
     (state, *others), sampler = states, order.computed
     if sampler is None or others or state.delivered:
-        why = f"{order.sampler_name} is drawn" if sampler is None else "batches were out of order"
-        raise ValueError(f"nothing can be left out of this order, since {why}: {COMPUTED}")
+        why = (
+            f"{order.sampler_name} is drawn"
+            if sampler is None
+            else "batches were out of order"
+        )
+        raise ValueError(
+            f"nothing can be left out of this order, since {why}: {COMPUTED}"
+        )
     with control.ranked() as here:
         ranks = order.rank_of(here).world_size
     left_out = excluded_indices(_indices_of(control.spec.source, keys))
@@ -94,7 +109,9 @@ def exclude(loader: Any, steps: Mapping[int, Iterable[int]], keys: Iterable[Any]
     position.continue_from(loader, (state,))
 
 
-def with_exclusions(order: Any, state: LoaderState, excluded: tuple[Exclusion, ...]) -> LoaderState:
+def with_exclusions(
+    order: Any, state: LoaderState, excluded: tuple[Exclusion, ...]
+) -> LoaderState:
     """Return a state with other exclusions.
 
     The position in the whole order stays the same.
@@ -185,7 +202,9 @@ def _loader_at(
     finally:
         # The copy has set the epoch of the dataset, which both loaders share. Set the epoch back.
         if position.epoch_was_set and position.progress is not None:
-            control.placements.set_epoch(control.spec.source, position.progress.begun.epoch)
+            control.placements.set_epoch(
+                control.spec.source, position.progress.begun.epoch
+            )
 
 
 def _sampler_at_start(progress: EpochProgress | None, order: EpochOrder) -> object:
@@ -193,7 +212,12 @@ def _sampler_at_start(progress: EpochProgress | None, order: EpochOrder) -> obje
 
     None if the sampler is at the beginning already, or has no state.
     """
-    if progress is None or progress.over or order.stateful is None or order.samples_at_most:
+    if (
+        progress is None
+        or progress.over
+        or order.stateful is None
+        or order.samples_at_most
+    ):
         return None
     if progress.begun.batches:
         raise ValueError(
@@ -223,7 +247,9 @@ def _sampler_epoch(order: EpochOrder, present: LoaderState, epoch: int) -> int:
 
 def _check_in_order(loader: Any) -> None:
     if not loader.in_order:
-        raise ValueError("with in_order=False the number of a step does not say which batch it was")
+        raise ValueError(
+            "with in_order=False the number of a step does not say which batch it was"
+        )
 
 
 def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
@@ -233,7 +259,9 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
     """
     control: LoaderControl = loader._control
     if order.is_stream:
-        raise TypeError("the samples of a stream are known only when it is read: index the shards")
+        raise TypeError(
+            "the samples of a stream are known only when it is read: index the shards"
+        )
     if control.spec.options["seed"] is None:
         raise ValueError(
             "a batch can be computed again only if all its randomness has a seed: give the loader "
@@ -252,7 +280,9 @@ def _check_computable(loader: Any, order: EpochOrder, epoch: int) -> None:
             "which later epochs begin with"
         )
     under_way = {number for open, number in control.open_epochs if not open.closed}
-    follows = any(has_method(part, "set_epoch") for part in walk_datasets(control.spec.source))
+    follows = any(
+        has_method(part, "set_epoch") for part in walk_datasets(control.spec.source)
+    )
     if follows and under_way - {epoch}:
         raise RuntimeError(
             f"the dataset is read in epoch {max(under_way)}: "
@@ -307,7 +337,9 @@ def _copy(loader: Any, rank: RankInfo) -> Any:
     for part in (clone.sampler, clone.batch_sampler):
         # A sampler of headrace: go to the beginning of an epoch.
         if isinstance(getattr(part, "_ranks", None), RankChoice):
-            vars(part).update(_ranks=RankChoice(rank.rank, rank.world_size), _restored=None)
+            vars(part).update(
+                _ranks=RankChoice(rank.rank, rank.world_size), _restored=None
+            )
         elif isinstance(part, DistributedSampler) and (part.rank, part.num_replicas) != (
             rank.rank,
             rank.world_size,

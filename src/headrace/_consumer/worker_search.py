@@ -79,7 +79,9 @@ class WorkerSearch:
             return False
         measured = [record for record in records if record.planned >= self._since]
         # After a change within the epoch, batches planned before the change come first.
-        since = self._since if len(measured) in (0, len(records)) else measured[0].returned
+        since = (
+            self._since if len(measured) in (0, len(records)) else measured[0].returned
+        )
         if len(measured) <= BATCHES_AT_LEAST or now - since < MEASURE_SECONDS:
             return False
         figures = figures_of(measured)
@@ -103,11 +105,16 @@ class WorkerSearch:
     def _propose(self, figures: Figures, setup: Setup, now: float) -> bool:
         from headrace.telemetry.diagnosis import diagnose
 
-        self.next_look, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self.next_look, self._pause = (
+            now + self._pause,
+            min(2 * self._pause, LONGEST_PAUSE),
+        )
         number, busy = self.number, figures.workers_busy + figures.functions_busy
         if number > self.least and busy < IDLE * (number - 1):
             self._change(number - 1)
-            _log.info(f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy")
+            _log.info(
+                f"num_workers={number - 1}: {busy:.1f} of {number} workers were busy"
+            )
             return True
         # Each worker needs memory, and a core beside the trainer's cores.
         most = setup.cores - round(figures.consumer_cpu)
@@ -134,7 +141,9 @@ class WorkerSearch:
             "predicted"
         )
         if gain - 1 >= LEAST_GAIN * (trial.predicted - 1):
-            _log.info(f"num_workers={number}: transforms and collation were the limit; {measured}")
+            _log.info(
+                f"num_workers={number}: transforms and collation were the limit; {measured}"
+            )
             self._pause, self._hold = PAUSE, HOLD
             return False
         self._change(trial.before)

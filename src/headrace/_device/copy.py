@@ -53,7 +53,9 @@ class Registry:
             else:
                 # Runs before the Slab is unmapped. A view of a slab keeps the Slab alive, so the
                 # memory is unused then.
-                unlock = weakref.finalize(slab, _release, streams, slab.address, os.getpid())
+                unlock = weakref.finalize(
+                    slab, _release, streams, slab.address, os.getpid()
+                )
                 unlock.atexit = False
                 self._registered.add(slab)
                 return True
@@ -129,11 +131,14 @@ class Copier:
             for slab, tensors in in_slab.items():
                 starts = [tensor.data_ptr() - slab.address for tensor in tensors]
                 ends = [
-                    start + _size(tensor) for start, tensor in zip(starts, tensors, strict=True)
+                    start + _size(tensor)
+                    for start, tensor in zip(starts, tensors, strict=True)
                 ]
                 first = min(starts) // ALIGNMENT * ALIGNMENT
                 count = max(ends) - first
-                host = torch.frombuffer(slab.memory, dtype=torch.uint8, count=count, offset=first)
+                host = torch.frombuffer(
+                    slab.memory, dtype=torch.uint8, count=count, offset=first
+                )
                 offsets = [start - first for start in starts]
                 placed.append(self._copy(host, tensors, offsets, moved))
             for others in _by_size(loose):
@@ -253,9 +258,14 @@ class Copier:
 
 
 def _travels_in_a_region(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+    ):
         return False
-    return tensor.device.type == "cpu" and not tensor.is_quantized and not tensor.is_nested
+    return (
+        tensor.device.type == "cpu" and not tensor.is_quantized and not tensor.is_nested
+    )
 
 
 def _by_size(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -297,7 +307,9 @@ def _at(region: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """
     start = region.storage_offset() + offset
     made = torch.empty(0, dtype=like.dtype, device=region.device)
-    made.set_(region.untyped_storage(), start // like.itemsize, like.size(), _strides(like))
+    made.set_(
+        region.untyped_storage(), start // like.itemsize, like.size(), _strides(like)
+    )
     return made.requires_grad_(like.requires_grad)
 
 

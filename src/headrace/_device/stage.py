@@ -114,7 +114,9 @@ class DeviceStage:
             with self._lock:
                 return self.copier.claim(batch)
         except Exception as error:
-            raise Failure.caught(error, Stage.COPY, number).exception() from error.__cause__
+            raise Failure.caught(
+                error, Stage.COPY, number
+            ).exception() from error.__cause__
 
     def close(self) -> None:
         """End the session without waiting; wait for enqueued copies."""

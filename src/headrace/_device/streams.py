@@ -10,7 +10,7 @@ from headrace.errors import CudaGraphError, DeviceUnavailableError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _NOT_COMPILED = (
-    "this torch was built without it or has no streams for it, or no such device is visible"
+    "this torch was built without it or without streams for it, or no device is visible"
 )
 _IDLE: dict[torch.device, list[torch.Stream]] = {}
 
@@ -128,7 +128,9 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
         return None
     if device == "auto":
         accelerator = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            torch.accelerator.current_accelerator()
+            if torch.accelerator.is_available()
+            else None
         )
         return (
             accelerator
@@ -156,5 +158,7 @@ def streams_of(device: torch.device) -> Streams:
     """
     index: int | None = device.index  # torch's stubs leave out None
     if index is None:
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
+        device = torch.device(
+            device.type, torch.get_device_module(device).current_device()
+        )
     return CudaStreams(device) if device.type == "cuda" else Streams(device)

@@ -21,7 +21,13 @@ from headrace._records.batches import BatchPlan, HostBatch, RawBatch, Rows, Stag
 from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage, describe_samples, key_in
 from headrace._torchcompat.portable_collate import collating
-from headrace.collate import collated, default_convert, draws_nothing, is_default, note_culprit
+from headrace.collate import (
+    collated,
+    default_convert,
+    draws_nothing,
+    is_default,
+    note_culprit,
+)
 
 # The exceptions caught from user code on the consumer's thread. On this thread, KeyboardInterrupt
 # and SystemExit may come from a signal handler: Ctrl-C, or SIGTERM at the end of a job.
@@ -75,7 +81,9 @@ class Assembler:
         with bound(current_sample, current):
             return self._assemble(raw, current, began or now())
 
-    def _assemble(self, raw: RawBatch, current: CurrentSample, began: Moment) -> HostBatch:
+    def _assemble(
+        self, raw: RawBatch, current: CurrentSample, began: Moment
+    ) -> HostBatch:
         plan, size = raw.plan, len(raw.plan.indices)
         samples: Any = raw.samples
         failures: list[Failure] = []
@@ -112,11 +120,17 @@ class Assembler:
             keys = [] if raw.whole else list(map(key_in, raw.samples or ()))
             of_each = iter(keys)
             described = (
-                describe_samples(plan.indices, lambda _: next(of_each)) if any(keys) else None
+                describe_samples(plan.indices, lambda _: next(of_each))
+                if any(keys)
+                else None
             )
-            failures.append(Failure.caught(error, Stage.COLLATE, plan.number, samples=described))
+            failures.append(
+                Failure.caught(error, Stage.COLLATE, plan.number, samples=described)
+            )
             return HostBatch.nothing(plan, tuple(failures), end=raw.end)
-        return HostBatch(plan, data, size, tuple(failures), raw.end, times=times_since(began))
+        return HostBatch(
+            plan, data, size, tuple(failures), raw.end, times=times_since(began)
+        )
 
     def passed_on(self, raw: RawBatch) -> HostBatch | None:
         """Return the batch if no CPU work is left, else None.
@@ -147,14 +161,17 @@ class Assembler:
                 return None
         return HostBatch(raw.plan, data, len(samples), end=raw.end)
 
-    def nothing_to_do(self, kept: RawBatch, lost: tuple[Failure, ...]) -> HostBatch | None:
+    def nothing_to_do(
+        self, kept: RawBatch, lost: tuple[Failure, ...]
+    ) -> HostBatch | None:
         """Return the batch if no CPU work exists, else None.
 
         There is no work if samples are lost and losses are not skipped, or if a loss or the end of
         the stream leaves no sample.
         """
         if not kept.whole and (
-            (lost and not self.tolerance.skips) or (not kept.samples and (lost or kept.end))
+            (lost and not self.tolerance.skips)
+            or (not kept.samples and (lost or kept.end))
         ):
             return HostBatch.nothing(kept.plan, end=kept.end)
         return None  # a batch sampler's own empty batch is collated, as in torch
@@ -180,7 +197,9 @@ class Assembler:
             except self.catch as error:
                 key = key_in(read)
                 failures.append(
-                    Failure.caught(error, Stage.TRANSFORM, plan.number, index=index, key=key)
+                    Failure.caught(
+                        error, Stage.TRANSFORM, plan.number, index=index, key=key
+                    )
                 )
                 if not self.tolerance.skips:
                     break

@@ -64,7 +64,11 @@ class AdaptiveLimit:
     """
 
     def __init__(
-        self, start: int, most: int, peers: int = 1, draw: Callable[[], float] = _dice.random
+        self,
+        start: int,
+        most: int,
+        peers: int = 1,
+        draw: Callable[[], float] = _dice.random,
     ) -> None:
         self.limit = min(start, most)  # allowed fetches in flight; at least 1
         self._most = most
@@ -85,7 +89,9 @@ class AdaptiveLimit:
         self._began: tuple[float, int] | None = None
         self._last_totals = (0, 0)
 
-    def update(self, now: float, *, completed: int, throttle_events: int, full: bool) -> int:
+    def update(
+        self, now: float, *, completed: int, throttle_events: int, full: bool
+    ) -> int:
         """Record a measurement, and return the new `limit`.
 
         Call 10 to 100 times a second.
@@ -96,7 +102,10 @@ class AdaptiveLimit:
             throttle_events: Total of throttled requests.
             full: Whether `limit` fetches are in flight and more fetches are queued.
         """
-        ended, throttled = completed - self._last_totals[0], throttle_events - self._last_totals[1]
+        ended, throttled = (
+            completed - self._last_totals[0],
+            throttle_events - self._last_totals[1],
+        )
         self._last_totals = (completed, throttle_events)
         if throttled > 0:
             if now >= self._ignore_throttles_until:
@@ -165,7 +174,9 @@ class AdaptiveLimit:
                 elif self._doubling and rate >= before * LATENCY_BOUND_GAIN:
                     self._next_probe_at = now + LONGEST_HOLD
                 return
-        elif rate >= before * (1 - MAX_LOSS * (1 - self._gain_of_share(self.limit / window))):
+        elif rate >= before * (
+            1 - MAX_LOSS * (1 - self._gain_of_share(self.limit / window))
+        ):
             # The rate is as good with less memory, or the share of the store is fairer.
             self._settle_on(self.limit, now, wait=False)
             return
@@ -199,7 +210,9 @@ class AdaptiveLimit:
                 return
             window, before = self.limit, rate
         self._next_probe_at = now + CLIMB_INTERVAL
-        wanted = min(self._most, self.limit + max(1, round(CLIMB_STEP * math.sqrt(self.limit))))
+        wanted = min(
+            self._most, self.limit + max(1, round(CLIMB_STEP * math.sqrt(self.limit)))
+        )
         if wanted > self.limit:
             self._base = window, before
             self._go_to(wanted, now)
@@ -222,7 +235,11 @@ class AdaptiveLimit:
             wanted = self.limit * 2
         else:
             up, self._up_next = self._up_next, not self._up_next
-            wanted = max(self.limit + 1, int(self.limit * STEP)) if up else int(self.limit / STEP)
+            wanted = (
+                max(self.limit + 1, int(self.limit * STEP))
+                if up
+                else int(self.limit / STEP)
+            )
         wanted = max(1, min(self._most, wanted))
         if wanted == self.limit:
             self._doubling = False

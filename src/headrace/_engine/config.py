@@ -48,7 +48,9 @@ class EngineConfig(NamedTuple):
             options["concurrency"] = max(1, share + (engine < rest))
         if options["memory_budget"] is not None:
             options["memory_budget"] = max(1, options["memory_budget"] // engines)
-        return self._replace(options=options, in_order=False, engine=engine, engines=engines)
+        return self._replace(
+            options=options, in_order=False, engine=engine, engines=engines
+        )
 
     @property
     def workers(self) -> range:
@@ -90,7 +92,9 @@ class EngineConfig(NamedTuple):
 
         Otherwise the workers keep the first functions.
         """
-        return self.kind.is_async and not (self.has_processes and self.context is not None)
+        return self.kind.is_async and not (
+            self.has_processes and self.context is not None
+        )
 
     @property
     def workers_are_forks(self) -> bool:
@@ -102,7 +106,8 @@ class EngineConfig(NamedTuple):
 
     def without_functions(self) -> EngineConfig:
         return self._replace(
-            assembler=replace(self.assembler, transforms=(), collate=list), worker_init_fn=None
+            assembler=replace(self.assembler, transforms=(), collate=list),
+            worker_init_fn=None,
         )
 
     def same_engine(self, other: EngineConfig) -> bool:
@@ -111,9 +116,9 @@ class EngineConfig(NamedTuple):
         The configurations may only differ in parts that belong to an epoch.
         """
         mine, theirs = (
-            (config.without_functions() if config.functions_of_epoch else config)._replace(
-                dataset=None, base_seeds={}
-            )
+            (
+                config.without_functions() if config.functions_of_epoch else config
+            )._replace(dataset=None, base_seeds={})
             for config in (self, other)
         )
         return self.dataset is other.dataset and mine == theirs

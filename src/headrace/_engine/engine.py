@@ -61,7 +61,12 @@ from headrace._store.request_stats import BodyReader, RequestStats, session_stat
 from headrace._store.retry_policy import as_policy
 from headrace._streams.epochs import session_epoch, session_seed
 from headrace._streams.fetch_functions import fetches, holders, is_bounded
-from headrace._streams.kinds import DatasetKind, capabilities, reads_whole_blocks, sample_key
+from headrace._streams.kinds import (
+    DatasetKind,
+    capabilities,
+    reads_whole_blocks,
+    sample_key,
+)
 from headrace._streams.map_style import FetchedDataset
 from headrace._streams.sample_functions import compute
 from headrace._transport.pickling import PickledPayload
@@ -81,7 +86,9 @@ class Engine:
         first_task: The first task of the workers, if already pickled.
     """
 
-    def __init__(self, config: EngineConfig, first_task: SharedPickle | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, first_task: SharedPickle | None = None
+    ) -> None:
         self.config = config
         # Measures how long user code blocks the loop, and where.
         self.watch = LoopWatch(type(config.dataset).__qualname__)
@@ -89,10 +96,14 @@ class Engine:
         self._searches: dict[str, AdaptiveLimit] = {}
         # Bytes of batches, and of each operation of a stream.
         self.budget: int | None = None
-        if config.options["memory_budget"] is not None and is_bounded(config.kind, config.dataset):
+        if config.options["memory_budget"] is not None and is_bounded(
+            config.kind, config.dataset
+        ):
             share = 1 + holders(config.dataset)
             self.budget = max(1, config.options["memory_budget"] // share)
-        self.sizes = SampleSizes(MEASURED_RARELY if self.budget is None else MEASURED_BATCHES)
+        self.sizes = SampleSizes(
+            MEASURED_RARELY if self.budget is None else MEASURED_BATCHES
+        )
         self.executor: Executor
         if config.has_processes:
             self.executor = ProcessExecutor(config, first_task)
@@ -128,10 +139,13 @@ class Engine:
         if isinstance(self.executor, ProcessExecutor) and not self.config.kind.is_async:
             running = frozenset(session.start.epoch for session in self._running)
             states = {
-                worker: PickledPayload.dumps(state) for worker, state in start.streams.items()
+                worker: PickledPayload.dumps(state)
+                for worker, state in start.streams.items()
             }
             self.executor.broadcast(
-                lambda worker: StartEpoch(start.epoch, running, start.set_epoch, states.get(worker))
+                lambda worker: StartEpoch(
+                    start.epoch, running, start.set_epoch, states.get(worker)
+                )
             )
 
     async def close(self, deadline: float) -> None:
@@ -151,7 +165,11 @@ class Engine:
         if not config.kind.is_async:
             streams = config.kind.is_iterable
             return DispatchToWorkers(
-                context, start, config.num_workers, streams=streams, in_order=config.in_order
+                context,
+                start,
+                config.num_workers,
+                streams=streams,
+                in_order=config.in_order,
             )
         if config.kind is DatasetKind.ASYNC_ITERABLE:
             fetching = None
@@ -159,7 +177,12 @@ class Engine:
                 fetchers = Fetchers(context, self._concurrency("rows"))
                 fetching = RowFetching(fetchers, self.budget, context.hedged_requests())
             return StreamFetch(
-                context, start, dataset, config.drop_last, config.assembler.tolerance, fetching
+                context,
+                start,
+                dataset,
+                config.drop_last,
+                config.assembler.tolerance,
+                fetching,
             )
         if isinstance(dataset, FetchedDataset) and capabilities(dataset).agets:
             rows = self._map_style(context, dataset.rows)
@@ -172,7 +195,9 @@ class Engine:
         blocks = can.agets and reads_whole_blocks(dataset)
         if blocks and options["concurrency"] == "auto":
             calls = max(1, config.look_ahead // config.engines)
-            return BatchFetch(context, dataset, calls, blocks=True, singly=True, joins=True)
+            return BatchFetch(
+                context, dataset, calls, blocks=True, singly=True, joins=True
+            )
         if blocks or (config.assembler.batched and can.agets and not can.ranges):
             singly = blocks or (can.aget and config.assembler.tolerance.skips)
             concurrency = self._concurrency("calls")
@@ -190,7 +215,9 @@ class Engine:
             return given
         least, most = max(1, AUTO_CONCURRENCY // config.engines), most_concurrency()
         if counted == "calls":  # the look-ahead is enough for `most` samples
-            least = max(1, LEAST_AHEAD // config.engines, config.look_ahead * least // most)
+            least = max(
+                1, LEAST_AHEAD // config.engines, config.look_ahead * least // most
+            )
             most = min(most, config.look_ahead)
         peers = config.engines * config.rank.world_size
         found = self._searches.get(counted)
@@ -241,7 +268,9 @@ class EngineSession:
         retry = config.options["retry"]
         self._requests = RequestStats(retry=None if retry is None else as_policy(retry))
         hedges = config.options["hedge"] is not None
-        self._context = FetchContext(self._assemble_soon, self._spawn, self._requests, hedges)
+        self._context = FetchContext(
+            self._assemble_soon, self._spawn, self._requests, hedges
+        )
         self._memory: MemoryBudget | None = None
         if engine.budget is not None:
             dataset = config.dataset
@@ -274,7 +303,9 @@ class EngineSession:
             self.send(Status(self._status(message.number)))
         elif isinstance(message, TraceRequest):
             self._context.recorder = FetchRecorder() if message.on else None
-        elif isinstance(message, WorkersRequest) and isinstance(self._executor, ProcessExecutor):
+        elif isinstance(message, WorkersRequest) and isinstance(
+            self._executor, ProcessExecutor
+        ):
             self._executor.resize(message.number)
 
     def _on_consumed(self, number: int) -> None:
@@ -362,7 +393,9 @@ class EngineSession:
 
     def _has_memory(self, stage: FetchStage, plan: BatchPlan) -> bool:
         """Return whether the memory budget admits a plan."""
-        return self._memory is None or self._memory.take(plan, stage.fetched_at_once(plan))
+        return self._memory is None or self._memory.take(
+            plan, stage.fetched_at_once(plan)
+        )
 
     def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         # User code may outlast the cancellation. The task group is closed by then.
@@ -404,7 +437,9 @@ class EngineSession:
         del self._assembling[raw.plan.number]
         self._put(raw, host, fetched, load)
 
-    def _put(self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad) -> None:
+    def _put(
+        self, raw: RawBatch, host: HostBatch, fetched: float, load: FetchLoad
+    ) -> None:
         """Send a finished batch with times, and batches held for order."""
         assert self._stage is not None
         self._sizes.on_assembled(host)
@@ -438,9 +473,13 @@ class EngineSession:
         )
         self._held[number] = host._replace(
             requests=self._requests.take(),
-            stream_state=host.stream_state if raw.stream_state is None else raw.stream_state,
+            stream_state=host.stream_state
+            if raw.stream_state is None
+            else raw.stream_state,
             times=times,
-            fetches=None if self._context.recorder is None else self._context.recorder.take(),
+            fetches=None
+            if self._context.recorder is None
+            else self._context.recorder.take(),
         )
         if not self._in_order:
             self._next_number = number

@@ -140,14 +140,19 @@ class ProcessExecutor(Pool):
                 numbers=config.workers,
                 # Workers with a torch dataset start by torch's method. Workers without a dataset
                 # are forks of the zygote.
-                context=config.context or (multiprocessing.get_context() if torchs else None),
+                context=config.context
+                or (multiprocessing.get_context() if torchs else None),
                 stateful=copies_have_state(config.kind, config.dataset),
             )
         except Exception as error:
             name_unpicklable(config, error)
 
     async def apply(self, task: FunctionsTask, chunk: Chunk) -> Outcomes:
-        job = Job(chunk, task.pickle(self._pickles), doing="on samples that are not yet in a batch")
+        job = Job(
+            chunk,
+            task.pickle(self._pickles),
+            doing="on samples that are not yet in a batch",
+        )
         outcomes: Outcomes | Failed = await self.run(job)
         if isinstance(outcomes, Failed):
             raise outcomes.error
@@ -163,9 +168,13 @@ class ProcessExecutor(Pool):
         answer = await self.run(job)
         if isinstance(answer, Failed):
             # A worker that died or cannot start has no stream to continue.
-            ends = pinned and (answer.starting or isinstance(answer.error, WorkerDiedError))
+            ends = pinned and (
+                answer.starting or isinstance(answer.error, WorkerDiedError)
+            )
             stage = Stage.WORKER_START if answer.starting else Stage.ASSEMBLE
-            failure = Failure.caught(answer.error, stage, plan.number, traceback=answer.traceback)
+            failure = Failure.caught(
+                answer.error, stage, plan.number, traceback=answer.traceback
+            )
             host = HostBatch.nothing(plan, (failure,), end=ends)
         else:
             host = HostBatch.from_flat(answer, plan)
@@ -173,7 +182,9 @@ class ProcessExecutor(Pool):
             self.pinned_ahead = PINNED_QUICK if quick else PINNED_AHEAD
         if not host.failures:
             return host
-        located = (replace(f, worker=job.worker, attempt=job.attempt) for f in host.failures)
+        located = (
+            replace(f, worker=job.worker, attempt=job.attempt) for f in host.failures
+        )
         return host._replace(failures=tuple(located))
 
 

@@ -23,7 +23,14 @@ from typing import Any
 from headrace._base.array_types import join_indices
 from headrace._engine.concurrency import AdaptiveLimit
 from headrace._engine.hedging import HedgedRequests, Spawn
-from headrace._records.batches import BatchPlan, FetchLoad, FetchTimes, HostBatch, RawBatch, Rows
+from headrace._records.batches import (
+    BatchPlan,
+    FetchLoad,
+    FetchTimes,
+    HostBatch,
+    RawBatch,
+    Rows,
+)
 from headrace._records.failure import Failure, Stage
 from headrace._store.request_stats import RequestStats
 
@@ -146,7 +153,9 @@ class Fetchers:
     def __init__(self, context: FetchContext, concurrency: int | AdaptiveLimit) -> None:
         self.context = context
         self._limit = concurrency if isinstance(concurrency, AdaptiveLimit) else None
-        self.size = concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
+        self.size = (
+            concurrency.limit if isinstance(concurrency, AdaptiveLimit) else concurrency
+        )
         self._queue: deque[Job] = deque()
         self._parked: list[asyncio.Future[None]] = []
         self._spawned = 0
@@ -157,7 +166,9 @@ class Fetchers:
 
     def load(self) -> FetchLoad:
         busy, queued = self._busy, len(self._queue)
-        return FetchLoad(busy, self.size, queued, unused=0 if queued else max(0, self.size - busy))
+        return FetchLoad(
+            busy, self.size, queued, unused=0 if queued else max(0, self.size - busy)
+        )
 
     @property
     def _busy(self) -> int:
@@ -206,7 +217,9 @@ class Fetchers:
                         raise
                     self.note_failed(error)
                     index = batch.plan.indices[slot]
-                    result = Failure.caught(error, Stage.FETCH, batch.plan.number, index=index)
+                    result = Failure.caught(
+                        error, Stage.FETCH, batch.plan.number, index=index
+                    )
                 if context.stopping:  # user code has outlasted the cancellation
                     return
                 completes = False
@@ -292,7 +305,9 @@ class SampleFetch(Fetchers, FetchStage):
             self._deliver(batch, ())
             return
         fetch = self._hedge(self._dataset.aget, plan.number)
-        self.submit((batch, slot, fetch, index) for slot, index in enumerate(plan.indices))
+        self.submit(
+            (batch, slot, fetch, index) for slot, index in enumerate(plan.indices)
+        )
 
     def _hedge(self, fetch: Fetch, number: int) -> Fetch:
         """Return a fetch function for samples of a batch, hedged if wanted."""
@@ -313,7 +328,9 @@ class SampleFetch(Fetchers, FetchStage):
 
     def _deliver(self, batch: PartialBatch, samples: Sequence[Any]) -> None:
         self._partial.pop(batch.plan.number, None)
-        raw = RawBatch(batch.plan, samples, began=batch.began, fetch_seconds=batch.fetch_seconds)
+        raw = RawBatch(
+            batch.plan, samples, began=batch.began, fetch_seconds=batch.fetch_seconds
+        )
         self.deliver(raw)
 
     def _fetch_singly(self, members: Iterable[tuple[PartialBatch, int]]) -> None:

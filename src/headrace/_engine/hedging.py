@@ -74,7 +74,9 @@ class HedgedRequests:
         """Return a function for hedged requests of a batch, with one argument."""
         return lambda argument: self.first(batch, 0, functools.partial(request, argument))
 
-    async def first(self, batch: int, size: int, request: Callable[[], Awaitable[T]]) -> T:
+    async def first(
+        self, batch: int, size: int, request: Callable[[], Awaitable[T]]
+    ) -> T:
         """Return the first result of `request`, hedged if slow.
 
         Errors of the first attempt are raised. Errors of other attempts are ignored. If an attempt
@@ -87,7 +89,11 @@ class HedgedRequests:
         """
         weight = 1 + size / BYTES_LIKE_A_REQUEST
         race = _Race(
-            batch, weight, request, asyncio.get_running_loop().create_future(), time.perf_counter()
+            batch,
+            weight,
+            request,
+            asyncio.get_running_loop().create_future(),
+            time.perf_counter(),
         )
         self._total += 1
         self._total_weight += weight
@@ -131,13 +137,17 @@ class HedgedRequests:
             if len(self._latencies) < MIN_LATENCIES:
                 await asyncio.sleep(MAX_INTERVAL)
                 continue
-            limit = SLOWER * sorted(self._latencies)[int(PERCENTILE * len(self._latencies))]
+            limit = (
+                SLOWER * sorted(self._latencies)[int(PERCENTILE * len(self._latencies))]
+            )
             await asyncio.sleep(min(max(limit / 4, MIN_INTERVAL), MAX_INTERVAL))
             self._repeat_slow(limit)
         self._watching = False
 
     def _repeat_slow(self, limit: float) -> None:
-        hedged_batches = heapq.nsmallest(HEDGED_BATCHES, {race.batch for race in self._running})
+        hedged_batches = heapq.nsmallest(
+            HEDGED_BATCHES, {race.batch for race in self._running}
+        )
         now = time.perf_counter()
         # If many requests are slow at once, the cause is the store or this process, and not a
         # single request. A pause must not use up the budget: otherwise the next stalled request

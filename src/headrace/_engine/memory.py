@@ -53,14 +53,22 @@ class _MeasuredSize:
         self.mean: float | None = None
         self.recent: deque[float] = deque(maxlen=RECENT)
 
-    def measure(self, size_of: Callable[[], float | None], *, always: bool = False) -> float | None:
+    def measure(
+        self, size_of: Callable[[], float | None], *, always: bool = False
+    ) -> float | None:
         """Return the size in the next batch, if measured: if due or `always`."""
         self._batches += 1
-        if not always and self._batches > MEASURED_BATCHES and self._batches % self._every:
+        if (
+            not always
+            and self._batches > MEASURED_BATCHES
+            and self._batches % self._every
+        ):
             return None
         size = size_of()
         if size is not None:
-            self.mean = size if self.mean is None else self.mean + WEIGHT * (size - self.mean)
+            self.mean = (
+                size if self.mean is None else self.mean + WEIGHT * (size - self.mean)
+            )
             self.recent.append(size)
         return size
 
@@ -92,7 +100,9 @@ class SampleSizes:
     def on_fetched(self, raw: RawBatch, *, always: bool = False) -> float:
         """Return the mean size of the batch's samples: measured if due or `always`, or expected."""
         self.samples += len(raw.plan.indices)
-        size = self.fetched.measure(lambda: size_of_a_sample(raw.samples or ()), always=always)
+        size = self.fetched.measure(
+            lambda: size_of_a_sample(raw.samples or ()), always=always
+        )
         if size is None:
             return self.largest
         # The batch may become larger.
@@ -252,10 +262,14 @@ def _bytes_in(sample: Any, depth: int) -> float:
     elif isinstance(sample, Mapping):
         parts = list(sample.values())
     else:
-        slots = (getattr(sample, name, None) for name in getattr(type(sample), "__slots__", ()))
+        slots = (
+            getattr(sample, name, None) for name in getattr(type(sample), "__slots__", ())
+        )
         parts = [*getattr(sample, "__dict__", {}).values(), *slots]
     if not parts:
         return sys.getsizeof(sample)
     measured = parts[:: -(-len(parts) // MEASURED_ITEMS)]
     share = len(parts) / len(measured)
-    return sys.getsizeof(sample) + share * sum(_bytes_in(part, depth - 1) for part in measured)
+    return sys.getsizeof(sample) + share * sum(
+        _bytes_in(part, depth - 1) for part in measured
+    )

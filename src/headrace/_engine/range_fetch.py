@@ -63,7 +63,9 @@ class ReadPlan:
         """
         spans = plan_spans(self.ranges)
         spans.sort(key=lambda span: int(span.members.min()))
-        return spans, self._complete(np.flatnonzero(self.ranges.stops == self.ranges.starts))
+        return spans, self._complete(
+            np.flatnonzero(self.ranges.stops == self.ranges.starts)
+        )
 
     def put(self, span: Span, data: memoryview) -> list[RangedBatch]:
         """Keep the bytes of a request, and return the completed batches."""
@@ -200,7 +202,9 @@ class RangeFetch(SampleFetch):
             views = batch.read_plan.views(batch.number)
             batch.read_plan = None
             batch.pieces.clear()  # free the responses
-            made = None if batch.single else self._make_together(batch.plan.indices, views)
+            made = (
+                None if batch.single else self._make_together(batch.plan.indices, views)
+            )
             if made is None:
                 self._make_one_by_one(batch, views)
             else:

@@ -76,9 +76,13 @@ class FunctionsTask:
         if self._pickled is None:
             key = tuple(id(part.function) for part in self._functions)
             try:
-                self._pickled = earlier[key] = SharedPickle.dumps(self, earlier.pop(key, None))
+                self._pickled = earlier[key] = SharedPickle.dumps(
+                    self, earlier.pop(key, None)
+                )
             except Exception as error:
-                parts = [(part.name, part.function, MAKE_LATER) for part in self._functions]
+                parts = [
+                    (part.name, part.function, MAKE_LATER) for part in self._functions
+                ]
                 raise_unpicklable(parts, error)
             if len(earlier) > KNOWN:
                 earlier.popitem(last=False)
@@ -126,7 +130,9 @@ Apply = Callable[[FunctionsTask, Chunk], Awaitable[Outcomes]]
 """Applies functions off the session's event loop."""
 
 
-def settle(answer: asyncio.Future[Any], result: object, error: Exception | None = None) -> None:
+def settle(
+    answer: asyncio.Future[Any], result: object, error: Exception | None = None
+) -> None:
     """Set the result or error of a future, from any thread.
 
     Nothing happens if the future is done or the event loop is closed. A future of
@@ -186,8 +192,12 @@ class SessionFunctions:
         self, functions: tuple[SampleFunction, ...]
     ) -> tuple[RunFunctions, Callable[[], int]]:
         task = FunctionsTask(functions)
-        own = batch_seed(self.common_seed if undivided.get() else self.seed, 1, spawn_key())
-        return lambda some, position: self._run(task, Chunk(some, own, position)), self.parallel
+        own = batch_seed(
+            self.common_seed if undivided.get() else self.seed, 1, spawn_key()
+        )
+        return lambda some, position: self._run(
+            task, Chunk(some, own, position)
+        ), self.parallel
 
     async def _run(self, task: FunctionsTask, chunk: Chunk) -> list[object]:
         outcomes = await self.apply(task, chunk)

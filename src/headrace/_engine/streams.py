@@ -20,7 +20,13 @@ from headrace._engine.fetch import Fetch, FetchContext, Fetchers, FetchStage
 from headrace._engine.hedging import HedgedRequests
 from headrace._engine.memory import FIRST_SAMPLES, RECENT, bytes_in
 from headrace._eventloop.per_loop import cancel_once, end_all
-from headrace._records.batches import BatchPlan, FetchLoad, HostBatch, RawBatch, SessionStart
+from headrace._records.batches import (
+    BatchPlan,
+    FetchLoad,
+    HostBatch,
+    RawBatch,
+    SessionStart,
+)
 from headrace._records.error_policy import Tolerance
 from headrace._records.failure import Failure, Stage, as_exception
 from headrace._streams.epochs import keys_within
@@ -108,7 +114,9 @@ class StreamBatch:
         # Skipping an error that ended the stream would skip all samples after the error.
         if self._tolerance.skips and _ended_a_stream(error):
             unskippable = "the error ended the stream, samples after it are missing"
-        failure = Failure.caught(error, Stage.FETCH, self._plan.number, index=progress.position)
+        failure = Failure.caught(
+            error, Stage.FETCH, self._plan.number, index=progress.position
+        )
         self._add_failure(replace(failure, unskippable=unskippable))
         progress.failures_in_a_row = in_a_row
         progress.ended |= unskippable is not None
@@ -127,7 +135,11 @@ class StreamBatch:
         self._broken = not self._tolerance.skips
 
     def raw(
-        self, stream: Callable[[], State] | None, *, drop_last: bool, catch: Catch = BaseException
+        self,
+        stream: Callable[[], State] | None,
+        *,
+        drop_last: bool,
+        catch: Catch = BaseException,
     ) -> RawBatch:
         """Return the batch, with the state returned by `stream`.
 
@@ -140,10 +152,13 @@ class StreamBatch:
         # The samples of a broken batch are lost in any case.
         if drop_last and self._missing and not self._broken:
             failed = [
-                number for number, sample in enumerate(samples) if isinstance(sample, Failure)
+                number
+                for number, sample in enumerate(samples)
+                if isinstance(sample, Failure)
             ]
             samples, places, positions = (
-                [each[number] for number in failed] for each in (samples, places, positions)
+                [each[number] for number in failed]
+                for each in (samples, places, positions)
             )
         plan = self._plan._replace(indices=tuple(places), positions=positions)
         state: State | None = None
@@ -152,7 +167,9 @@ class StreamBatch:
                 state = progress.state_dict(stream())
         except catch as error:
             return without_state(RawBatch(plan, samples, progress.ended), error)
-        return RawBatch(plan, samples, progress.ended, stream_state=state, began=self._began)
+        return RawBatch(
+            plan, samples, progress.ended, stream_state=state, began=self._began
+        )
 
 
 def without_state(raw: RawBatch, error: BaseException) -> RawBatch:
@@ -171,7 +188,10 @@ def _ended_a_stream(error: BaseException) -> bool:
         if frame.f_code is start_stream.__code__:
             return True
         if str(frame.f_globals.get("__name__")).partition(".")[0] != "headrace":
-            return bool(frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR))
+            return bool(
+                frame.f_code.co_flags
+                & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
+            )
     return False
 
 
@@ -201,7 +221,9 @@ class RowFetching:
         self.fetchers.submit(((None, 0, partial(self._call, function, row), answer),))
         return answer
 
-    async def _call(self, function: Fetch, row: Any, answer: asyncio.Future[list[Any]]) -> None:
+    async def _call(
+        self, function: Fetch, row: Any, answer: asyncio.Future[list[Any]]
+    ) -> None:
         if answer.cancelled():
             return
         task = asyncio.ensure_future(function(row))
@@ -315,7 +337,9 @@ class StreamFetch(FetchStage):
                 batch.fail_restoring(error)
             return None
 
-    async def _read_batch(self, stream: ResumableIterator[Any], batch: StreamBatch) -> None:
+    async def _read_batch(
+        self, stream: ResumableIterator[Any], batch: StreamBatch
+    ) -> None:
         try:
             for _ in range(batch.room):
                 batch.add(await anext(stream))
@@ -372,7 +396,11 @@ class DispatchToWorkers(FetchStage):
         in_order: bool,
     ) -> None:
         super().__init__(context)
-        ended = [worker for worker, state in start.streams.items() if state.get("ended") is True]
+        ended = [
+            worker
+            for worker, state in start.streams.items()
+            if state.get("ended") is True
+        ]
         turns = ((start.next_worker + turn) % workers for turn in range(workers))
         # The next worker comes first.
         self._active = deque(worker for worker in turns if worker not in ended)

@@ -83,7 +83,9 @@ class AssembleTask:
 
         The thread does not wait until the batch is sent: a user's `collate_fn` may reuse memory.
         """
-        return to_wire(self._assembled(raw), copied=not is_default(self.assembler.collate))
+        return to_wire(
+            self._assembled(raw), copied=not is_default(self.assembler.collate)
+        )
 
     def _assembled(self, raw: RawBatch) -> HostBatch:
         self._generators.seed(raw.plan.seed)
@@ -136,7 +138,8 @@ class ReadTask(AssembleTask):
         """
         if type(request) is StartEpoch:
             self._readers = {
-                epoch: self._readers[epoch] for epoch in request.running & self._readers.keys()
+                epoch: self._readers[epoch]
+                for epoch in request.running & self._readers.keys()
             }
             self._readers[request.epoch] = self._reader(
                 request.epoch, request.state, set_epoch=request.set_epoch
@@ -167,7 +170,11 @@ class ReadTask(AssembleTask):
             restored = None if state is None else cast(State, state.loads())
             reader = StreamReader if self.iterable else MapReader
             return reader(
-                self.dataset, self.assembler, restored, drop_last=self.drop_last, seeds=self.seeds
+                self.dataset,
+                self.assembler,
+                restored,
+                drop_last=self.drop_last,
+                seeds=self.seeds,
             )
         except BaseException as error:
             # user code: set_epoch, __iter__ of a stream, load_state_dict
@@ -210,7 +217,9 @@ def to_wire(host: HostBatch, *, copied: bool = False) -> HostBatch:
     for each in host.failures:
         # Keep the traceback of the process that raised the error.
         traceback = format_error(each.error) if each.traceback is None else each.traceback
-        failures.append(replace(each, error=picklable_error(each.error), traceback=traceback))
+        failures.append(
+            replace(each, error=picklable_error(each.error), traceback=traceback)
+        )
     return host._replace(failures=tuple(failures)) if failures else host
 
 
@@ -243,7 +252,9 @@ def tensor_fast_path(dataset: Any) -> Gather | None:
         if bool((index < 0).any()):
             index = torch.where(index < 0, index + length, index)
         return [
-            torch.index_select(tensor, 0, index, out=output(row, len(index), contiguous=contiguous))
+            torch.index_select(
+                tensor, 0, index, out=output(row, len(index), contiguous=contiguous)
+            )
             for tensor, row, contiguous in rows
         ]
 
@@ -291,7 +302,10 @@ class BatchReader:
         if self._gather is not None:
             try:
                 return HostBatch(
-                    plan, self._gather(plan.indices), len(plan.indices), times=times_since(began)
+                    plan,
+                    self._gather(plan.indices),
+                    len(plan.indices),
+                    times=times_since(began),
                 )
             except Exception:
                 # An index is wrong or has an odd type. The dataset itself names the wrong index, or
@@ -301,7 +315,11 @@ class BatchReader:
         host = self._assembler.assemble(raw, began)
         if raw.stream_state is not None:
             host = host._replace(stream_state=raw.stream_state)
-        return host if host.times is not NO_TIMES else host._replace(times=times_since(began))
+        return (
+            host
+            if host.times is not NO_TIMES
+            else host._replace(times=times_since(began))
+        )
 
     def _read(self, plan: BatchPlan) -> RawBatch:
         raise NotImplementedError  # subclasses implement this
@@ -326,7 +344,9 @@ class MapReader(BatchReader):
             and is_default(assembler.collate)
             and stacks_tensors()
         )
-        self._gather = tensor_fast_path(dataset) if default and not self._stateful else None
+        self._gather = (
+            tensor_fast_path(dataset) if default and not self._stateful else None
+        )
 
     def state_dict(self) -> State | None:
         return user_state(self._dataset, None, 0) if self._stateful else None
@@ -362,7 +382,9 @@ class MapReader(BatchReader):
                 for index in indices:
                     samples.append(self._dataset[index])
             except self._catch as error:
-                samples.append(Failure.caught(error, Stage.FETCH, plan.number, index=index))
+                samples.append(
+                    Failure.caught(error, Stage.FETCH, plan.number, index=index)
+                )
                 if not self._tolerance.skips:
                     break
         return samples
@@ -389,7 +411,9 @@ class StreamReader(BatchReader):
             # The next epoch needs the restored dataset.
             restore_dataset(dataset, state["stream"])
         else:
-            self._stream, again = restore_user(dataset, state["stream"], lambda: iter(dataset))
+            self._stream, again = restore_user(
+                dataset, state["stream"], lambda: iter(dataset)
+            )
             self._errors = state["stream"]["errors"]
             self._read_again(again)
 
@@ -430,7 +454,9 @@ class StreamReader(BatchReader):
         return state
 
 
-def cannot_start(error: BaseException, *, restoring: bool) -> Callable[[BatchPlan], HostBatch]:
+def cannot_start(
+    error: BaseException, *, restoring: bool
+) -> Callable[[BatchPlan], HostBatch]:
     """Return a stand-in for a reader after a failed start.
 
     The stand-in returns the error for the first plan, and an end for other plans.

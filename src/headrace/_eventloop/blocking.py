@@ -58,11 +58,16 @@ class Results:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[asyncio.Future[Any], object, BaseException | None]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[Any], object, BaseException | None]] = (
+            deque()
+        )
         self._flushing = False  # whether `deliver` is scheduled
 
     def add(
-        self, future: asyncio.Future[Any], result: object, error: BaseException | None = None
+        self,
+        future: asyncio.Future[Any],
+        result: object,
+        error: BaseException | None = None,
     ) -> None:
         self._waiting.append((future, result, error))
 

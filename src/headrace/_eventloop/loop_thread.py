@@ -134,7 +134,9 @@ class LoopThread:
         """
         try:
             # In a new context, without the caller's variables.
-            self._loop.call_soon_threadsafe(function, *args, context=contextvars.Context())
+            self._loop.call_soon_threadsafe(
+                function, *args, context=contextvars.Context()
+            )
         except RuntimeError as error:
             raise self._ended_error() from self._died or error
 
@@ -202,7 +204,11 @@ class LoopThread:
             place = traceback.extract_stack(frame)[-1]
             where = f"{place.name} ({place.filename}:{place.lineno})"
             return f"thread {self._name!r} is blocked in {where}"
-        return f"cancelled, and still running: {self._uncancelled}" if self._uncancelled else None
+        return (
+            f"cancelled, and still running: {self._uncancelled}"
+            if self._uncancelled
+            else None
+        )
 
     # Makes the coroutine on the loop: a loop that has died would never run the coroutine.
     def _stop(self, deadline: float) -> None:

@@ -45,10 +45,14 @@ class Owner:
         opened: the resource, or the error of opening. Wait by `asyncio.shield`.
     """
 
-    def __init__(self, make: _Make, close: _Close, what: str, on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, make: _Make, close: _Close, what: str, on_end: Callable[[], object]
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[Any] = self.loop.create_future()
-        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
+        self.opened.add_done_callback(
+            lambda opened: opened.cancelled() or opened.exception()
+        )
         self._what = what
         self._on_end = on_end
         self._closing = asyncio.Event()
@@ -75,7 +79,11 @@ class Owner:
                     close is not None or not hasattr(resource, "__aexit__")
                 ):
                     resource = await resource
-                if close is None and hasattr(resource, "__aexit__") and not _is_lock(resource):
+                if (
+                    close is None
+                    and hasattr(resource, "__aexit__")
+                    and not _is_lock(resource)
+                ):
                     resource = await stack.enter_async_context(resource)
                 else:
                     stack.push_async_callback(_end, resource, close)
@@ -114,7 +122,9 @@ class Owner:
 
 async def _end(resource: Any, close: _Close) -> None:
     by_method = (
-        getattr(resource, "aclose", None) or getattr(resource, "close", None) or (lambda: None)
+        getattr(resource, "aclose", None)
+        or getattr(resource, "close", None)
+        or (lambda: None)
     )
     closing = by_method() if close is None else close(resource)
     if inspect.isawaitable(closing):
@@ -152,7 +162,9 @@ class PerLoop(Generic[T]):
                 self._make, self._close, repr(self), lambda: opened.pop(loop, None)
             )
         resource: T = (
-            owner.opened.result() if owner.opened.done() else await asyncio.shield(owner.opened)
+            owner.opened.result()
+            if owner.opened.done()
+            else await asyncio.shield(owner.opened)
         )
         return resource
 
@@ -178,7 +190,9 @@ def _is_lock(resource: object) -> bool:
     Examples are locks, semaphores and limiters. In contrast, a pool has a method to close the pool.
     """
     named = functools.partial(hasattr, resource)
-    return any(map(named, ("acquire", "wait"))) and not any(map(named, ("aclose", "close")))
+    return any(map(named, ("acquire", "wait"))) and not any(
+        map(named, ("aclose", "close"))
+    )
 
 
 @overload
@@ -186,14 +200,20 @@ def per_loop(make: Callable[[], L]) -> PerLoop[L]: ...
 @overload
 def per_loop(make: Callable[[], AbstractAsyncContextManager[T]]) -> PerLoop[T]: ...
 @overload
-def per_loop(make: Callable[[], Awaitable[AbstractAsyncContextManager[T]]]) -> PerLoop[T]: ...
+def per_loop(
+    make: Callable[[], Awaitable[AbstractAsyncContextManager[T]]],
+) -> PerLoop[T]: ...
 @overload
 def per_loop(
     make: Callable[[], Awaitable[T]], close: Callable[[T], object] | None = None
 ) -> PerLoop[T]: ...
 @overload
-def per_loop(make: Callable[[], T], close: Callable[[T], object] | None = None) -> PerLoop[T]: ...
-def per_loop(make: Callable[[], object], close: Callable[[T], object] | None = None) -> PerLoop[T]:
+def per_loop(
+    make: Callable[[], T], close: Callable[[T], object] | None = None
+) -> PerLoop[T]: ...
+def per_loop(
+    make: Callable[[], object], close: Callable[[T], object] | None = None
+) -> PerLoop[T]:
     """Return a resource that is opened once on each event loop.
 
     A typical resource is a session or a pool of connections. Connections work only on the loop that

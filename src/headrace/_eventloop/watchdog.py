@@ -97,7 +97,11 @@ class LoopWatch:
         self.due = math.inf
         self._wake.put(False)
         thread = self._watchdog
-        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+        if (
+            thread is not None
+            and thread is not threading.current_thread()
+            and thread.is_alive()
+        ):
             # The watchdog may be in a log handler that waits for this thread.
             thread.join(CLOSING)
 

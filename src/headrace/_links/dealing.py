@@ -56,7 +56,12 @@ class Dealer:
     """
 
     def __init__(
-        self, engines: int, *, first: int = 0, in_order: bool = False, chunked: bool = False
+        self,
+        engines: int,
+        *,
+        first: int = 0,
+        in_order: bool = False,
+        chunked: bool = False,
     ) -> None:
         self.waiting: deque[BatchPlan] = deque()
         self.shares = [_Share() for _ in range(engines)]
@@ -135,7 +140,8 @@ class Dealer:
     def engine_of(self, number: int) -> int | None:
         """Return the engine with the plan of a batch; None if no engine has the plan."""
         return next(
-            (engine for engine, share in enumerate(self.shares) if number in share.plans), None
+            (engine for engine, share in enumerate(self.shares) if number in share.plans),
+            None,
         )
 
     def _makes_earlier(self, number: int) -> bool:
@@ -166,5 +172,7 @@ class Dealer:
         self.recall(engines)
         for engine in engines:
             share = self.shares[engine]
-            self.shares[engine] = _Share(room=1, deaths=0 if share.made else share.deaths + 1)
+            self.shares[engine] = _Share(
+                room=1, deaths=0 if share.made else share.deaths + 1
+            )
         return next(iter(self._lost_alone.most_common(1)), (0, 0))

@@ -137,7 +137,9 @@ class EngineGroup(Link):
                 why = "others have ended"
                 if self._cluster is not None and len(self._running) < self._least:
                     why = self._cluster.shortage
-                self.messages.append(Status(f"batch {message.number} waits for an engine: {why}"))
+                self.messages.append(
+                    Status(f"batch {message.number} waits for an engine: {why}")
+                )
         else:
             self._standing[type(message)] = message
             for link in self._links.values():
@@ -167,7 +169,9 @@ class EngineGroup(Link):
         self._deal()
 
     def must_wait(self) -> bool:
-        return not self.messages and all(link.must_wait() for link in self._links.values())
+        return not self.messages and all(
+            link.must_wait() for link in self._links.values()
+        )
 
     def leave(self) -> None:
         for link in list(self._links.values()):
@@ -221,16 +225,21 @@ class EngineGroup(Link):
         self._times[link] = times
         if len(self._times) == 1:
             return times
-        loads = [self._times[each].load for each in self._links.values() if each in self._times]
+        loads = [
+            self._times[each].load for each in self._links.values() if each in self._times
+        ]
         # An engine without a batch in this session counts like the other engines. Otherwise the
         # engine's earlier seconds would be added later, all at once.
         known = min(len(self._times), self._engines)
         means = {
-            name: sum(getattr(e, name) for e in self._times.values()) / known for name in GROWING
+            name: sum(getattr(e, name) for e in self._times.values()) / known
+            for name in GROWING
         }
         steps = sum(each.functions_seconds for each in self._times.values())
         return times._replace(
-            load=FetchLoad(*map(sum, zip(*loads, strict=True))), functions_seconds=steps, **means
+            load=FetchLoad(*map(sum, zip(*loads, strict=True))),
+            functions_seconds=steps,
+            **means,
         )
 
     def _deal(self) -> None:
@@ -277,7 +286,9 @@ class EngineGroup(Link):
             self._end(end.error or EngineDiedError(why=why))
             return
         batch, deaths = self._dealer.take_back(lost)
-        ends = "; ".join(f"engine {number} {end.death}" for number, end in sorted(lost.items()))
+        ends = "; ".join(
+            f"engine {number} {end.death}" for number, end in sorted(lost.items())
+        )
         if deaths >= DEATHS_ALONE:
             what = f"{deaths} engines have ended while they made batch {batch} and nothing else"
             self._dealer.give_up(batch, f"{what}: {ends}")
@@ -289,8 +300,14 @@ class EngineGroup(Link):
             return
         self._deal()
         for number, result in results.items():  # last, since a warning may be an error
-            name = "the engine" if self._engines == 1 else f"engine {number} of {self._engines}"
-            warning = f"{name} {lost[number].death}: {result}. Its batches are made again."
+            name = (
+                "the engine"
+                if self._engines == 1
+                else f"engine {number} of {self._engines}"
+            )
+            warning = (
+                f"{name} {lost[number].death}: {result}. Its batches are made again."
+            )
             warn_user(warning, RuntimeWarning)
 
     def _restart(self, number: int) -> str:

@@ -14,7 +14,12 @@ from typing import ParamSpec, TypeVar
 
 from headrace._engine.assemble import CONSUMER_CATCH
 from headrace._engine.config import EngineConfig
-from headrace._engine.worker_tasks import BatchReader, MapReader, StreamReader, cannot_start
+from headrace._engine.worker_tasks import (
+    BatchReader,
+    MapReader,
+    StreamReader,
+    cannot_start,
+)
 from headrace._random.seeding import isolated_generators
 from headrace._ranks.rankinfo import bound, temporary_rank
 from headrace._records.batches import BatchPlan, HostBatch, RawBatch, SessionStart
@@ -50,7 +55,9 @@ class InlineLink(Link):
         if start.streams:
             warn_of_rereading(start.streams)
             try:
-                self._read = self._in_context(functools.partial(make, state=start.own_state))
+                self._read = self._in_context(
+                    functools.partial(make, state=start.own_state)
+                )
             except Exception as error:  # raised at the first batch, as in an engine
                 self._read = cannot_start(error, restoring=True)
         else:
@@ -62,7 +69,9 @@ class InlineLink(Link):
     def state_dict(self) -> State | None:
         """Return the state of a stateful dataset or iterator, or None."""
         return (
-            self._in_context(self._read.state_dict) if isinstance(self._read, BatchReader) else None
+            self._in_context(self._read.state_dict)
+            if isinstance(self._read, BatchReader)
+            else None
         )
 
     def send(self, message: EngineRequest) -> None:
@@ -124,7 +133,9 @@ class WorkOnConsumersThread:
             return host
         with isolated_generators(), temporary_rank(self._rank):
             self._generators.seed(host.plan.seed)
-            made = self._assembler(host.data).located(host.data.origin or self._sample_key)
+            made = self._assembler(host.data).located(
+                host.data.origin or self._sample_key
+            )
         work = made.times
         times = host.times._replace(
             work_began=work.work_began,

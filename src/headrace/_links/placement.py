@@ -48,7 +48,9 @@ class Placement(ABC):
     def idle(self) -> bool:
         return all(session.ended for session in self.sessions)
 
-    def open(self, config: EngineConfig, work: SharedPickle | None, start: SessionStart) -> Session:
+    def open(
+        self, config: EngineConfig, work: SharedPickle | None, start: SessionStart
+    ) -> Session:
         _living.add(self)
         session = self._open(config, work, start)
         self.sessions.add(session)
@@ -95,11 +97,18 @@ def snapshot(dataset: object) -> list[object]:
     found: list[object] = []
     for part in walk_datasets(dataset):
         for name, value in ("", part), *getattr(part, "__dict__", {}).items():
-            plain = isinstance(value, type(None) | bool | int | float | complex | str | bytes)
+            plain = isinstance(
+                value, type(None) | bool | int | float | complex | str | bytes
+            )
             # Two bound methods are equal if the objects are identical. A comparison of elements
             # would cost as much as a copy.
             found.append(
-                (name, type(value), value if plain else types.MethodType(id, value), _length(value))
+                (
+                    name,
+                    type(value),
+                    value if plain else types.MethodType(id, value),
+                    _length(value),
+                )
             )
             # The fingerprint of a class from the main module includes functions and globals used by
             # the class.

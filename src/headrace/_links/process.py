@@ -27,7 +27,13 @@ from headrace._pool.settings import Settings
 from headrace._pool.supervisor import WORK_DEADLINE
 from headrace._pool.worker import BootMessage, ProcessEnvironment
 from headrace._records.batches import BatchPlan, HostBatch, SessionStart
-from headrace._records.messages import Answer, EngineRequest, Link, SessionEnd, check_not_forked
+from headrace._records.messages import (
+    Answer,
+    EngineRequest,
+    Link,
+    SessionEnd,
+    check_not_forked,
+)
 from headrace._transport.channel import BlockingChannel, Connection, Disconnected
 from headrace._transport.pickling import Message, dump_message
 from headrace._transport.shared_pickle import SharedPickle
@@ -37,7 +43,9 @@ from headrace.errors import EngineDiedError
 class ProcessPlacement(Placement):
     name = "process"
 
-    def __init__(self, config: EngineConfig, work: SharedPickle, engines: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig, work: SharedPickle, engines: int = 1
+    ) -> None:
         super().__init__()
         self._pickled = pickled_config(config)
         self._config = config
@@ -92,7 +100,9 @@ class SidecarProcess:
     """
 
     def __init__(self, task: SidecarTask, modules: tuple[str, ...]) -> None:
-        message = BootMessage(ProcessEnvironment.here(), Settings.here(), modules, task, None, 0)
+        message = BootMessage(
+            ProcessEnvironment.here(), Settings.here(), modules, task, None, 0
+        )
         self.process, self._connection = fork_from_zygote(modules)
         try:
             BlockingChannel(self._connection).send(message)
@@ -100,7 +110,9 @@ class SidecarProcess:
             self._connection.close()
             reason, death = end_of(self.process)
             self.process.release()
-            if death is not None and isinstance(error, BrokenPipeError | ConnectionResetError):
+            if death is not None and isinstance(
+                error, BrokenPipeError | ConnectionResetError
+            ):
                 raise reason from error
             raise
 
@@ -194,7 +206,9 @@ class ProcessLink(Link):
         try:
             for obj in self._channel.receive_ready():
                 if type(obj) is tuple:
-                    self.messages.append(HostBatch.from_flat(obj, self._plans.pop(obj[0])))
+                    self.messages.append(
+                        HostBatch.from_flat(obj, self._plans.pop(obj[0]))
+                    )
                     continue
                 if isinstance(obj, BaseException):
                     # of unpickling: no other batch may take the place of this batch
@@ -229,14 +243,17 @@ def dump_request(message: EngineRequest) -> Message:
     cloudpickle takes three times as long, and is needed for indices of a class of a script.
     """
     return dump_message(
-        message, plain=not isinstance(message, list) or all(plan.is_plain for plan in message)
+        message,
+        plain=not isinstance(message, list) or all(plan.is_plain for plan in message),
     )
 
 
 def _ends_within(process: WorkerProcess, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not process.ended():
-        if not wait_readable(process.sentinel, timeout=max(0.0, deadline - time.monotonic())):
+        if not wait_readable(
+            process.sentinel, timeout=max(0.0, deadline - time.monotonic())
+        ):
             return process.ended()
     return True
 
@@ -251,7 +268,9 @@ def end_of(process: WorkerProcess) -> tuple[Exception, str | None]:
         # On a busy machine the end is known late. In any case the process is of no use any more.
         process.signal(signal.SIGKILL)
         if not _ends_within(process, WORK_DEADLINE):
-            return EngineDiedError(why=f"its process {process.pid} has closed the session"), None
+            return EngineDiedError(
+                why=f"its process {process.pid} has closed the session"
+            ), None
     how = process.how_it_ended()
     if process.refusal is not None:
         return process.refusal, how

@@ -53,7 +53,9 @@ _MOMENTS = ("admitted", "began", "fetched", "work_began", "work_ended", "assembl
 class RemoteEngines(Placement):
     """The engines of a loader on other machines."""
 
-    def __init__(self, config: EngineConfig, placement: RemotePlacement, engines: int) -> None:
+    def __init__(
+        self, config: EngineConfig, placement: RemotePlacement, engines: int
+    ) -> None:
         super().__init__()
         self.name = placement.name
         self._placement = placement
@@ -81,7 +83,11 @@ class RemoteEngines(Placement):
         connect = functools.partial(self._connect, work, start)
         return Session(
             EngineGroup(
-                config, connect, len(self._hosts), first=start.batch, cluster=self._placement
+                config,
+                connect,
+                len(self._hosts),
+                first=start.batch,
+                cluster=self._placement,
             )
         )
 
@@ -158,7 +164,11 @@ class RemoteLink(Mailbox):
         try:
             await self._exchange(opening)
         except OSError as error:
-            why = "its process did not connect" if isinstance(error, TimeoutError) else error
+            why = (
+                "its process did not connect"
+                if isinstance(error, TimeoutError)
+                else error
+            )
             self._end(SessionEnd(None, f"was lost: {why}"))
         except Exception as error:
             self._end(SessionEnd(error))
@@ -189,7 +199,9 @@ class RemoteLink(Mailbox):
         how = None
         with contextlib.suppress(Exception):  # the machine is lost too
             how = await asyncio.wait_for(self._host.how_it_ended(), END_TIMEOUT)
-        raise ConnectionError("its connection has ended" if how is None else f"its process {how}")
+        raise ConnectionError(
+            "its connection has ended" if how is None else f"its process {how}"
+        )
 
     async def _connected(self) -> socket.socket:
         """Return a connection to the engine's process."""
@@ -225,7 +237,9 @@ class RemoteLink(Mailbox):
 
     def _end(self, end: SessionEnd) -> None:
         self.put(
-            end if end.death is None else end._replace(death=f"(on {self._place}) {end.death}")
+            end
+            if end.death is None
+            else end._replace(death=f"(on {self._place}) {end.death}")
         )
         self._leave()
 
@@ -238,7 +252,9 @@ class RemoteLink(Mailbox):
         # Process ids of Linux are below 1 << 22.
         times, fetches, pids = host.times, host.fetches, (self._engine + 1) << 22
         ahead = self._ahead = max(ahead, times.assembled - time.perf_counter())
-        moments = {name: moment - ahead for name in _MOMENTS if (moment := getattr(times, name))}
+        moments = {
+            name: moment - ahead for name in _MOMENTS if (moment := getattr(times, name))
+        }
         if times.worked_by is not None:
             pid, thread, worker = times.worked_by
             times = times._replace(worked_by=(pids + pid, thread, worker))

@@ -39,7 +39,9 @@ def check_engines(options: LoaderOptions, kind: DatasetKind, num_workers: int) -
     elif engines == 1:
         return
     if not kind.is_async:
-        raise ValueError(f"{asked} needs an async dataset: a torch dataset is read by num_workers")
+        raise ValueError(
+            f"{asked} needs an async dataset: a torch dataset is read by num_workers"
+        )
     if options["placement"] == "thread":
         raise ValueError(
             f"{asked} and placement='thread' exclude each other: engines are processes"
@@ -72,7 +74,9 @@ class PlacementSelector:
         engines: number of engines.
     """
 
-    def __init__(self, placement: str, remote: RemotePlacement | None, engines: int) -> None:
+    def __init__(
+        self, placement: str, remote: RemotePlacement | None, engines: int
+    ) -> None:
         self._placement = placement
         self._remote = remote
         self._asked = engines
@@ -88,7 +92,12 @@ class PlacementSelector:
         self.where = "not started"  # the name of the last placement
 
     def open(
-        self, config: EngineConfig, start: SessionStart, *, persistent: bool, anew: bool = False
+        self,
+        config: EngineConfig,
+        start: SessionStart,
+        *,
+        persistent: bool,
+        anew: bool = False,
     ) -> Session:
         """Start a session.
 
@@ -130,7 +139,9 @@ class PlacementSelector:
         self.where = current.name
         return current.open(config, work, start)
 
-    def _serves(self, current: Placement, config: EngineConfig, work: SharedPickle | None) -> bool:
+    def _serves(
+        self, current: Placement, config: EngineConfig, work: SharedPickle | None
+    ) -> bool:
         """Whether the engines fit `config`.
 
         The engines must be alive, belong to this process, and have a valid copy of the dataset.
@@ -141,7 +152,9 @@ class PlacementSelector:
             return False
         return self._seen is None or self._seen == snapshot(config.dataset)
 
-    def set_epoch(self, dataset: object, epoch: int, *, only_wanted: bool = False) -> None:
+    def set_epoch(
+        self, dataset: object, epoch: int, *, only_wanted: bool = False
+    ) -> None:
         """Call a dataset's `set_epoch` in this process.
 
         A copy in another process gets the epoch with the next session.
@@ -168,7 +181,9 @@ class PlacementSelector:
             return
         # RuntimeError: the interpreter shuts down, and the exit hook has closed the engines.
         with contextlib.suppress(RuntimeError):
-            threading.Thread(target=self.close, name="headrace-close", daemon=True).start()
+            threading.Thread(
+                target=self.close, name="headrace-close", daemon=True
+            ).start()
 
     def close(self) -> None:
         """End all engines. The next session starts a new engine."""
@@ -189,7 +204,9 @@ class PlacementSelector:
         if forks or not config.kind.is_async or not (config.has_processes or in_process):
             return None
         try:
-            self._pickled = SharedPickle.dumps(config.worker_task(), self._pickled, portable=remote)
+            self._pickled = SharedPickle.dumps(
+                config.worker_task(), self._pickled, portable=remote
+            )
         except Exception as error:
             name_unpicklable(config, error)
         return self._pickled

@@ -102,7 +102,9 @@ class Session:
         self._receive()
         if self._work is not None and self._work.skips:
             return 0
-        return sum(1 for _ in itertools.takewhile(lambda host: not host.empty, self._ready))
+        return sum(
+            1 for _ in itertools.takewhile(lambda host: not host.empty, self._ready)
+        )
 
     def waits(self, timeout: float | None) -> Iterator[tuple[Readable, float | None]]:
         """Yield waits until there is a message, the end, or a time-out.
@@ -113,10 +115,15 @@ class Session:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._guard as entered:
             while (
-                entered and self.must_wait() and (deadline is None or time.monotonic() < deadline)
+                entered
+                and self.must_wait()
+                and (deadline is None or time.monotonic() < deadline)
             ):
                 ends = [end for end in (deadline, self._link.look_by) if end is not None]
-                yield self._link.source, max(0.0, min(ends) - time.monotonic()) if ends else None
+                yield (
+                    self._link.source,
+                    max(0.0, min(ends) - time.monotonic()) if ends else None,
+                )
                 self._receive()
 
     def must_wait(self) -> bool:

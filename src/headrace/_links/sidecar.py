@@ -83,7 +83,9 @@ class SidecarTask:
         try:
             loop.run_until_complete(_Sidecar(self, connection, reserve, prepare).serve())
             if late := loop.run_until_complete(end_tasks(CLOSE_DEADLINE)):
-                warnings.warn(f"cancelled, and still running: {late}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"cancelled, and still running: {late}", RuntimeWarning, stacklevel=2
+                )
         finally:
             loop.close()
             channel.close()

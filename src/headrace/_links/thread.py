@@ -137,7 +137,9 @@ class ThreadPlacement(Placement):
         self._loop.call_soon(self._engine.start, session)
         return Session(
             link,
-            work=WorkOnConsumersThread(config) if config.deferred or apply is not None else None,
+            work=WorkOnConsumersThread(config)
+            if config.deferred or apply is not None
+            else None,
             on_close=self.close if self._for_one_session else None,
         )
 

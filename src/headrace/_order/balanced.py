@@ -102,7 +102,9 @@ def balanced_batches(
         by_weight = np.argsort(-weights, kind="stable")
         dealt = _deal(weights[by_weight], loads[:, by_weight], most)
         ends = np.cumsum(np.bincount(dealt))
-        batches = np.split(samples[by_weight[np.argsort(dealt, kind="stable")]], ends[:-1])
+        batches = np.split(
+            samples[by_weight[np.argsort(dealt, kind="stable")]], ends[:-1]
+        )
         # Neighbours are of a step, and cost about as much. The costliest come at a random place.
         shuffled = Permutation(len(batches), batch_seed(seed, epoch, number), epoch)[:]
         totals = np.bincount(dealt, weights[by_weight])
@@ -147,9 +149,10 @@ def _deal(weights: IntArray, loads: IntArray, most: IntArray) -> IntArray:
         # An entry of the heap is a single integer: weight of the batch in the upper bits, number of
         # the batch in the lower bits. A heap of pairs takes twice the time.
         bits = count.bit_length()
-        heap = [(each << bits) | number for number, each in enumerate(weights[:count].tolist())][
-            ::-1
-        ]
+        heap = [
+            (each << bits) | number
+            for number, each in enumerate(weights[:count].tolist())
+        ][::-1]
         numbers, mask = list(range(count)), (1 << bits) - 1
         for each in (weights[count:] << bits).tolist():
             least = heap[0]

@@ -80,7 +80,9 @@ class BlockOrder:
             self._shift = groups * self._group_size
             return
         count = len(borders)
-        self._numbers_of_all = Permutation(count, seed, epoch)[:] if shuffle else np.arange(count)
+        self._numbers_of_all = (
+            Permutation(count, seed, epoch)[:] if shuffle else np.arange(count)
+        )
         self._sizes = np.diff(borders, append=n)[self._numbers_of_all]
         # Places where the groups begin, and the place where the last group ends.
         begins = np.cumsum(self._sizes) - self._sizes

@@ -34,7 +34,9 @@ def excluded_indices(indices: Iterable[int]) -> list[Exclusion]:
     ends = np.flatnonzero(np.diff(ordered) > 1) + 1
     bounds = pairwise([0, *ends.tolist(), len(ordered)])
     return [
-        Exclusion(ALL_EPOCHS, int(ordered[a]), int(ordered[b - 1]) + 1) for a, b in bounds if b > a
+        Exclusion(ALL_EPOCHS, int(ordered[a]), int(ordered[b - 1]) + 1)
+        for a, b in bounds
+        if b > a
     ]
 
 
@@ -44,10 +46,16 @@ def without(order: BaseOrder, epoch: int, exclusions: Sequence[Exclusion]) -> Or
     Exclusions of indices need a pass over the order, of 30 ns for each sample.
     """
     ranges = [
-        range(each.start, min(each.stop, len(order))) for each in exclusions if each.epoch == epoch
+        range(each.start, min(each.stop, len(order)))
+        for each in exclusions
+        if each.epoch == epoch
     ]
     left_out = [np.arange(each.start, each.stop) for each in ranges]
-    indices = [np.arange(each.start, each.stop) for each in exclusions if each.epoch == ALL_EPOCHS]
+    indices = [
+        np.arange(each.start, each.stop)
+        for each in exclusions
+        if each.epoch == ALL_EPOCHS
+    ]
     if indices:
         wanted, first = np.unique(np.concatenate(indices)), 0
         for block in taken(order, range(len(order))):
@@ -72,7 +80,8 @@ class OrderWithout:
     def at(self, positions: IntArray) -> Iterator[IntArray]:
         """Yield the indices at ascending positions of remaining samples."""
         return taken(
-            self._order, positions + np.searchsorted(self._before, positions, side="right")
+            self._order,
+            positions + np.searchsorted(self._before, positions, side="right"),
         )
 
     def whole(self, position: int) -> int:

@@ -111,8 +111,12 @@ class MixPlan:
         shortest = lengths[has_weight.any(axis=0)].min()
         if not shortest:
             empty = [source.name for source in sources if not source.length]
-            raise ValueError(f"datasets {empty} of the mix have no samples: leave out the datasets")
-        self.lanes = min((each.blocks.at_once for each in sources if each.blocks), default=1)
+            raise ValueError(
+                f"datasets {empty} of the mix have no samples: leave out the datasets"
+            )
+        self.lanes = min(
+            (each.blocks.at_once for each in sources if each.blocks), default=1
+        )
         while self.lanes > 1 and shortest < self.lanes * FEWEST_ROWS:
             self.lanes //= 2
         every_lane = np.arange(self.lanes)
@@ -225,7 +229,9 @@ class MixOrder:
 
 
 @functools.lru_cache(maxsize=256)
-def _random_order(plan: MixPlan, number: int, key: int, epoch: int) -> Permutation | BlockOrder:
+def _random_order(
+    plan: MixPlan, number: int, key: int, epoch: int
+) -> Permutation | BlockOrder:
     """Return the order of a pass over a source.
 
     The number of blocks side by side is a multiple of the plan's lanes.
@@ -235,4 +241,6 @@ def _random_order(plan: MixPlan, number: int, key: int, epoch: int) -> Permutati
         return Permutation(source.length, key, epoch)
     blocks, lanes = source.blocks, plan.lanes
     at_once = blocks.at_once // lanes * lanes
-    return BlockOrder(source.length, blocks.size, at_once, key, epoch, borders=blocks.borders)
+    return BlockOrder(
+        source.length, blocks.size, at_once, key, epoch, borders=blocks.borders
+    )

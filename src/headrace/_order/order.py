@@ -97,7 +97,9 @@ class EpochOrder:
         self._batch_sampler: Any = loader.batch_sampler
         self._decides: Any = deciding_sampler(loader)
         # Sampler of single indices. None if a user's batch sampler decides on the order.
-        self.sampler: Any = None if self._decides is self._batch_sampler else self._decides
+        self.sampler: Any = (
+            None if self._decides is self._batch_sampler else self._decides
+        )
         self.sampler_name = type(self._decides).__name__
         # A user's subclass may draw other indices.
         draws_order = (
@@ -107,15 +109,21 @@ class EpochOrder:
         self.computed: CursorSampler | None = self.sampler if draws_order else None
         # Whether the ranks share an order and each rank takes a part. Positions then count the
         # samples of all ranks.
-        self.shared = self.computed is not None and isinstance(self.sampler, DistributedSampler)
+        self.shared = self.computed is not None and isinstance(
+            self.sampler, DistributedSampler
+        )
         # Whether every position in the order is computed. Otherwise a position is found only by
         # drawing all indices before.
-        self.is_by_arithmetic = self.computed is not None or type(self.sampler) is SequentialSampler
+        self.is_by_arithmetic = (
+            self.computed is not None or type(self.sampler) is SequentialSampler
+        )
         self.is_walked = not (self.is_stream or self.is_by_arithmetic)
         # If set, a batch sampler has the same state on all ranks, and any number of ranks can
         # continue the epoch. So the loader counts `samples_at_most` samples for each batch,
         # whatever the size of this rank's batch.
-        self.samples_at_most: int | None = getattr(self._batch_sampler, "samples_at_most", None)
+        self.samples_at_most: int | None = getattr(
+            self._batch_sampler, "samples_at_most", None
+        )
         self._parts = samplers_within(self._index_sampler) if self.is_walked else []
         own = (getattr(part, "generator", None) for part in self._parts)
         self._generator: torch.Generator | None = next(
@@ -153,13 +161,20 @@ class EpochOrder:
 
         The order then depends on a generator, or on a sampler's own state.
         """
-        has_state = self.stateful is not None and not getattr(self.stateful, "wants_epoch", False)
+        has_state = self.stateful is not None and not getattr(
+            self.stateful, "wants_epoch", False
+        )
         return has_state or any(type(part) in _WHOLE for part in self._parts)
 
     def division(self, saved: LoaderState) -> str | None:
         """Return why the rest of the epoch depends on the number of ranks, or None."""
         divides = self.is_walked and type(self.sampler) not in _WHOLE
-        if divides and self.samples_at_most is None and saved.rank is None and saved.batches:
+        if (
+            divides
+            and self.samples_at_most is None
+            and saved.rank is None
+            and saved.batches
+        ):
             return f"{self.sampler_name} may give each rank other samples"
         return None
 
@@ -194,7 +209,9 @@ class EpochOrder:
     def sampler_epoch(self) -> int | None:
         """Epoch set by `set_epoch` of a user's sampler, or None."""
         epochs = (
-            getattr(part, "epoch", None) for part in self._parts if hasattr(part, "set_epoch")
+            getattr(part, "epoch", None)
+            for part in self._parts
+            if hasattr(part, "set_epoch")
         )
         return next((int(epoch) for epoch in epochs if isinstance(epoch, Integral)), None)
 
@@ -255,7 +272,9 @@ class EpochOrder:
         for name in names:
             value = getattr(part, name, "")
             if value != "":
-                found.append(f"{name}={value.item() if isinstance(value, np.generic) else value!r}")
+                found.append(
+                    f"{name}={value.item() if isinstance(value, np.generic) else value!r}"
+                )
         if (
             type(part) in (SequentialSampler, *_WHOLE)
             and (size := self.size()) is not None

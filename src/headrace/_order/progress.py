@@ -17,7 +17,13 @@ from headrace._order.order import EpochOrder
 from headrace._order.state import Given, LoaderState, Losses, drawn_last, encoded
 from headrace._random.seeding import batch_seed, random_key
 from headrace._ranks.rankinfo import RankInfo
-from headrace._records.batches import BatchPlan, HostBatch, SessionStart, StreamState, load_state
+from headrace._records.batches import (
+    BatchPlan,
+    HostBatch,
+    SessionStart,
+    StreamState,
+    load_state,
+)
 from headrace._records.failure import interrupted
 from headrace._streams.resumable import State, state_of_dataset
 
@@ -113,10 +119,14 @@ class EpochProgress(Iterator[BatchPlan]):
         self._samples = first
         # Batches given out before the restored state, after batches not given out: number of
         # samples by the number of the first sample.
-        self._delivered = {first + given.first: given.samples for given in begun.delivered}
+        self._delivered = {
+            first + given.first: given.samples for given in begun.delivered
+        }
         drawn = _Drawn(None, first, first, begun.sampler)
         losses = Losses(begun.skipped, begun.lost)
-        self._last = _Point(begun.batches, drawn, begun.streams, begun.next_worker - 1, {}, losses)
+        self._last = _Point(
+            begun.batches, drawn, begun.streams, begun.next_worker - 1, {}, losses
+        )
         self._points = deque([self._last], maxlen=KEPT_POINTS)
         # The last batch given out: the plan, and the indices of failures. A failure itself would
         # keep the frames of its error.
@@ -204,7 +214,9 @@ class EpochProgress(Iterator[BatchPlan]):
         """Return the position of this rank's sample among the samples of all ranks."""
         rounds, inside = divmod(number, self._block)
         part = self._part
-        return self._origin + (rounds * part.world_size + part.rank) * self._block + inside
+        return (
+            self._origin + (rounds * part.world_size + part.rank) * self._block + inside
+        )
 
     def _positions(self, first: int, count: int) -> Sequence[int]:
         start, stride = self._position(first), self._part.world_size
@@ -307,7 +319,9 @@ class EpochProgress(Iterator[BatchPlan]):
         if self.before_first is not None and (unread := self.before_first()) is not None:
             streams[None] = unread
         # An epoch without a batch ends with the call of `next()` that finds no batch.
-        over = self.begun.over or (self._most is not None and point.batches >= self._most > 0)
+        over = self.begun.over or (
+            self._most is not None and point.batches >= self._most > 0
+        )
         if size is not None and self._ranks > 1:
             # Ranks may have unequal last batches.
             cursor = size if over else min(cursor, size)

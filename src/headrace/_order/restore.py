@@ -73,7 +73,9 @@ def check_rank(saved: LoaderState, order: EpochOrder, rank: RankInfo) -> None:
         )
 
 
-def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: set[str]) -> None:
+def check_reading(
+    spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: set[str]
+) -> None:
     """Warn if each of several workers or ranks reads the whole dataset.
 
     `done` holds the warnings that were given, so that each warning is given once.
@@ -82,7 +84,9 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
     if workers > 1 and spec.kind is DatasetKind.ITERABLE and "workers" not in done:
         done.add("workers")
         # torch's loader takes no other stream, and divides a data pipe among workers.
-        if isinstance(spec.source, IterDataPipe) or not isinstance(spec.source, IterableDataset):
+        if isinstance(spec.source, IterDataPipe) or not isinstance(
+            spec.source, IterableDataset
+        ):
             warn_user(
                 f"each of {workers} workers reads all of {name}, so that each sample comes "
                 f"{workers} times: use num_workers=0. If {name} divides itself by "
@@ -94,7 +98,9 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
     if rank.world_size > 1 and checked and "ranks" not in done:
         done.add("ranks")
         # Whether neither `sampler=` nor `batch_sampler=` divides the dataset.
-        draws_all = deciding_sampler(loader) is loader.sampler and type(loader.sampler) in (
+        draws_all = deciding_sampler(loader) is loader.sampler and type(
+            loader.sampler
+        ) in (
             RandomSampler,
             SequentialSampler,
             SeededRandomSampler,
@@ -110,7 +116,9 @@ def check_reading(spec: LoaderSpec, loader: TorchLoader, rank: RankInfo, done: s
                 "attribute of it: splits_by_rank = True"
             )
             what = f"each of {rank.world_size} ranks reads all of {name}"
-            warn_user(f"{what}, unless it splits itself: they train on the same samples. {remedy}")
+            warn_user(
+                f"{what}, unless it splits itself: they train on the same samples. {remedy}"
+            )
         elif (
             has_process_group()
             and spec.kind.is_iterable
@@ -184,7 +192,9 @@ class EpochSeeds:
             order.restore_generator(resumed)
             # If the user gives a generator, the base seed is drawn as in the saved run. So later
             # epochs draw the same numbers.
-            if saved is None or (loader.generator is not None and resumed.kept_seed is None):
+            if saved is None or (
+                loader.generator is not None and resumed.kept_seed is None
+            ):
                 drawn = self._base_seed(loader)
             draws = order.draws()
         except StateError:
@@ -207,7 +217,9 @@ class EpochSeeds:
         # order. Drawn at each iter(), but only once for persistent workers.
         if self.kept is not None:
             return self.kept
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        drawn = int(
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        )
         drawn = drawn if saved is None else saved
         if self._spec.reads_in_persistent_workers(loader):
             self.kept = drawn
@@ -259,7 +271,8 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
             # The epoch has ended on this rank. The state keeps the state of a user's dataset, for
             # later epochs.
             streams = {
-                reader: {**stream, "ended": True} for reader, stream in state.streams.items()
+                reader: {**stream, "ended": True}
+                for reader, stream in state.streams.items()
             }
             state = state._replace(
                 epoch=first.epoch,
@@ -275,13 +288,18 @@ def of_all_ranks(states: Sequence[LoaderState]) -> tuple[LoaderState, ...]:
         if state.ranks != first.ranks:
             differences.append(f"world size was {state.ranks}, and is {first.ranks}")
         if differences:
-            raise StateError(f"states of different runs cannot be merged: {'; '.join(differences)}")
+            raise StateError(
+                f"states of different runs cannot be merged: {'; '.join(differences)}"
+            )
         every.append(state)
     if all(state.rank is None for state in every):
         left = [state for state in every if not state.over] or [
             max(every, key=lambda state: state.cursor)
         ]
-        if len({state.cursor for state in left}) > 1 or len({state.batches for state in every}) > 1:
+        if (
+            len({state.cursor for state in left}) > 1
+            or len({state.batches for state in every}) > 1
+        ):
             cursors = sorted({(state.cursor, state.batches) for state in every})
             raise StateError(
                 f"the ranks were not at the same batch: (cursor, batches) were {cursors}"

@@ -17,7 +17,14 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 from headrace._base.array_types import Indices, IntArray, join_indices
 from headrace._base.text import warn_user, whole_number
 from headrace._order.blocks import BlockOrder
-from headrace._order.exclusion import BaseOrder, Exclusion, Order, OrderWithout, taken, without
+from headrace._order.exclusion import (
+    BaseOrder,
+    Exclusion,
+    Order,
+    OrderWithout,
+    taken,
+    without,
+)
 from headrace._order.mixes import MixOrder, MixPlan, Source
 from headrace._random.permutation import Permutation
 from headrace._ranks.distributed import RankChoice, ReaderShare
@@ -40,7 +47,9 @@ def integers(pieces: Iterable[Piece]) -> Iterator[int]:
     )
 
 
-def batches(pieces: Iterable[Piece], size: int, drop_last: bool) -> Iterator[range | Indices]:
+def batches(
+    pieces: Iterable[Piece], size: int, drop_last: bool
+) -> Iterator[range | Indices]:
     """Divide an order into batches of `size` indices.
 
     The last batch may have fewer indices, or is dropped.
@@ -209,7 +218,9 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self._length = (
-            operator.index(dataset) if isinstance(dataset, int | np.integer) else len(dataset)
+            operator.index(dataset)
+            if isinstance(dataset, int | np.integer)
+            else len(dataset)
         )
         self._ranks = RankChoice(rank, world_size)
 
@@ -217,7 +228,11 @@ class RankSampler(CursorSampler, DistributedSampler[int]):
         return self._ranks.shard()
 
     def _order(self, epoch: int) -> BaseOrder:
-        return Permutation(self._length, self.seed, epoch) if self.shuffle else range(self._length)
+        return (
+            Permutation(self._length, self.seed, epoch)
+            if self.shuffle
+            else range(self._length)
+        )
 
     @property
     def epoch_size(self) -> int:
@@ -271,7 +286,12 @@ class BlockSampler(RankSampler):
         world_size: int | None = None,
     ) -> None:
         super().__init__(
-            dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, drop_last=True
+            dataset,
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=True,
         )
         self.block_size = whole_number("block_size", block_size, 1)
         self.blocks_at_once = whole_number("blocks_at_once", blocks_at_once, 1)
@@ -281,7 +301,9 @@ class BlockSampler(RankSampler):
     @classmethod
     def of(cls, blocks: Blocks, dataset: Sized, **options: Any) -> BlockSampler:
         """Return the sampler of a dataset with `blocks`."""
-        made = cls(dataset, block_size=blocks.size, blocks_at_once=blocks.at_once, **options)
+        made = cls(
+            dataset, block_size=blocks.size, blocks_at_once=blocks.at_once, **options
+        )
         made._blocks = blocks
         return made
 
@@ -352,15 +374,22 @@ class MixSampler(RankSampler):
         order_of: sources, weights and end of the mix; in the loader's state.
     """
 
-    def __init__(self, dataset: Sized, mix: MixedParts, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, dataset: Sized, mix: MixedParts, *, shuffle: bool, seed: int
+    ) -> None:
         seed = seed if mix.seed is None else mix.seed
         super().__init__(dataset, shuffle=shuffle, seed=seed, drop_last=True)
         sources = []
         for name, source in zip(mix.names, mix.sources, strict=True):
-            sources.append(Source(name, len(source), blocks_of(source) if shuffle else None))
+            sources.append(
+                Source(name, len(source), blocks_of(source) if shuffle else None)
+            )
         self._plan = MixPlan(sources, mix.schedule, mix.stop)
         self._length = self._plan.length
-        shown = [(each.name, each.length, each.blocks and each.blocks.shown) for each in sources]
+        shown = [
+            (each.name, each.length, each.blocks and each.blocks.shown)
+            for each in sources
+        ]
         self.order_of = f"mix of {shown}, {mix.schedule}, stop={mix.stop!r}"
 
     @property
@@ -369,7 +398,9 @@ class MixSampler(RankSampler):
 
         0 without blocks.
         """
-        samples = sum(source.blocks.samples for source in self._plan.sources if source.blocks)
+        samples = sum(
+            source.blocks.samples for source in self._plan.sources if source.blocks
+        )
         return min(-(-2 * samples // self.num_replicas), self._length)
 
     def _order(self, epoch: int) -> MixOrder:
@@ -403,7 +434,9 @@ class SeededRandomSampler(CursorSampler, RandomSampler):
         return self.epoch - 1
 
 
-def own_sampler(source: Any, dataset: Sized, *, shuffle: bool, seed: int) -> RankSampler | None:
+def own_sampler(
+    source: Any, dataset: Sized, *, shuffle: bool, seed: int
+) -> RankSampler | None:
     """Return the sampler for a mix or a dataset with blocks, or None."""
     if isinstance(source, MixedParts):
         return MixSampler(dataset, source, shuffle=shuffle, seed=seed)

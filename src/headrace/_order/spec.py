@@ -36,7 +36,11 @@ def samplers_of(loader: TorchLoader) -> tuple[Any, Any, Any]:
 
     None stands for a missing sampler.
     """
-    return loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    return (
+        loader.batch_sampler,
+        loader.sampler,
+        getattr(loader.batch_sampler, "sampler", None),
+    )
 
 
 def deciding_sampler(loader: TorchLoader) -> Any:
@@ -48,7 +52,10 @@ def deciding_sampler(loader: TorchLoader) -> Any:
     if batches is None:
         return loader.sampler
     # A subclass of `BatchSampler` with an inherited `__iter__` batches as torch does.
-    inherits = isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__
+    inherits = (
+        isinstance(batches, BatchSampler)
+        and type(batches).__iter__ is BatchSampler.__iter__
+    )
     return batches.sampler if inherits else batches  # type: ignore[attr-defined]
 
 
@@ -115,7 +122,9 @@ class LoaderSpec(NamedTuple):
     @property
     def engines(self) -> int:
         """Number of engines. A stream is read by a single engine."""
-        return number_of_engines(self.options) if self.kind is DatasetKind.ASYNC_MAP else 1
+        return (
+            number_of_engines(self.options) if self.kind is DatasetKind.ASYNC_MAP else 1
+        )
 
     @property
     def remote(self) -> RemotePlacement | None:
@@ -126,7 +135,9 @@ class LoaderSpec(NamedTuple):
     def placement(self) -> str:
         """Requested place of the engine. Several engines, and engines elsewhere, are processes."""
         placement = self.options["placement"]
-        return placement if isinstance(placement, str) and self.engines == 1 else "process"
+        return (
+            placement if isinstance(placement, str) and self.engines == 1 else "process"
+        )
 
     def copies(self, loader: TorchLoader) -> int:
         """Number of workers that read a copy of a torch dataset.
@@ -147,7 +158,9 @@ class LoaderSpec(NamedTuple):
         options, fetches = self.options, most_fetches(self.options)
         # A hedged fetch takes a bit more than twice the usual time. Meanwhile the other fetches
         # must not run dry.
-        concurrency = 1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
+        concurrency = (
+            1 if self.kind.is_iterable else fetches * (3 if options["hedge"] else 1)
+        )
         batch_size: int | None = loader.batch_size or getattr(
             loader.batch_sampler, "batch_size", None
         )

@@ -28,7 +28,9 @@ def encoded(state: torch.Tensor | None) -> str | None:
 
 def decoded(text: str) -> torch.Tensor:
     """Return the generator state of a text of `encoded`."""
-    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8
+    )
 
 
 # Version of the layout of a state. Raise the version with every change of the layout, and keep
@@ -52,7 +54,9 @@ class Fingerprint(NamedTuple):
         """List each differing property with the saved and the present value."""
         names = "dataset", "len(dataset)", "sampler", "seed", "num_workers"
         compared = zip(names, saved, self, strict=True)
-        return [f"{name} was {old}, and is {new}" for name, old, new in compared if old != new]
+        return [
+            f"{name} was {old}, and is {new}" for name, old, new in compared if old != new
+        ]
 
 
 class Run(NamedTuple):
@@ -194,7 +198,9 @@ class LoaderState(NamedTuple):
         Every state has the same keys. The values are lists and tuples of JSON values, and users'
         own states.
         """
-        streams = sorted(self.streams.items(), key=lambda item: -1 if item[0] is None else item[0])
+        streams = sorted(
+            self.streams.items(), key=lambda item: -1 if item[0] is None else item[0]
+        )
         values: State = {
             **self._asdict(),
             "streams": tuple((reader, dict(state)) for reader, state in streams),
@@ -219,7 +225,9 @@ class LoaderState(NamedTuple):
     def _from_values(cls, saved: object) -> LoaderState:
         values: State = dict(saved) if isinstance(saved, Mapping) else {}
         if values.pop("checksum", None) != _checksum(values):
-            raise StateError("the state is damaged, or was edited: its checksum does not match")
+            raise StateError(
+                "the state is damaged, or was edited: its checksum does not match"
+            )
         for name, record in _RECORDS.items():
             values[name] = values[name] and record(*values[name])
         for name, record in _LISTS.items():

@@ -123,7 +123,8 @@ class _ContextProcess(WorkerProcess):
             self._descriptor = os.pidfd_open(process.pid or 0)
         # Prefer the pidfd: forks of the worker hold the sentinel pipe of `multiprocessing` open.
         super().__init__(
-            process.sentinel if self._descriptor is None else self._descriptor, process.pid
+            process.sentinel if self._descriptor is None else self._descriptor,
+            process.pid,
         )
         self._process = process
 
@@ -233,7 +234,9 @@ class _ZygoteHandle:
     `process` is None in a fork of the zygote.
     """
 
-    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(
+        self, control: socket.socket, process: subprocess.Popen[bytes] | None
+    ) -> None:
         self.control = control
         self.process = process
         self.used = False
@@ -293,7 +296,9 @@ class _ZygoteHandle:
             with theirs, tempfile.TemporaryFile() as request:
                 pickle.dump((ProcessEnvironment.here(), modules), request)
                 request.seek(0)
-                socket.send_fds(self.control, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()])
+                socket.send_fds(
+                    self.control, [FORK_TEMPLATE], [theirs.fileno(), request.fileno()]
+                )
         except BaseException:  # Ctrl-C too: nothing owns the socket yet
             control.close()
             raise

@@ -48,7 +48,9 @@ def _warning_filters() -> list[tuple[str, bytes]]:
 
 def _set_warning_filters(filters: list[tuple[str, bytes]]) -> None:
     # Leave out filters with warning classes of modules not imported here.
-    known = [cloudpickle.loads(pickled) for module, pickled in filters if module in sys.modules]
+    known = [
+        cloudpickle.loads(pickled) for module, pickled in filters if module in sys.modules
+    ]
     warnings.resetwarnings()
     warnings.filters[:] = known  # type: ignore[index]
 
@@ -63,7 +65,10 @@ def _loggers() -> dict[str, tuple[int, bool]]:
 
 
 def _set_loggers(loggers: dict[str, tuple[int, bool]]) -> None:
-    for name, (level, disabled) in {**dict.fromkeys(_loggers(), (0, False)), **loggers}.items():
+    for name, (level, disabled) in {
+        **dict.fromkeys(_loggers(), (0, False)),
+        **loggers,
+    }.items():
         logger = logging.getLogger(name)
         logger.setLevel(level)
         logger.disabled = disabled
@@ -78,9 +83,13 @@ def _set_names_of_levels(names: dict[str, int]) -> None:
 _SETTINGS = {
     "recursion limit": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     "time-out of sockets": _Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "level of the root logger": _Setting(lambda: logging.root.level, logging.root.setLevel),
+    "level of the root logger": _Setting(
+        lambda: logging.root.level, logging.root.setLevel
+    ),
     "loggers": _Setting(_loggers, _set_loggers),
-    "disabled levels of logging": _Setting(lambda: logging.root.manager.disable, logging.disable),
+    "disabled levels of logging": _Setting(
+        lambda: logging.root.manager.disable, logging.disable
+    ),
     "names of levels": _Setting(logging.getLevelNamesMapping, _set_names_of_levels),
     "capture of warnings": _Setting(
         lambda: logging._warnings_showwarning is not None,  # type: ignore[attr-defined]

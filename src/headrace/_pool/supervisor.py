@@ -124,9 +124,15 @@ class NumberedWorker:
     def death(self, job: Job | None) -> WorkerDiedError:
         """Return the error for the end of the process, which had a job or no job."""
         plan = None if job is None else job.plan
-        batch, indices = (None, ()) if plan is None else (plan.number, tuple(plan.indices))
+        batch, indices = (
+            (None, ()) if plan is None else (plan.number, tuple(plan.indices))
+        )
         attempts = self.failed_starts if job is None else job.attempt
-        pid, how, code = self.process.pid, self.process.how_it_ended(), self.process.exit_code
+        pid, how, code = (
+            self.process.pid,
+            self.process.how_it_ended(),
+            self.process.exit_code,
+        )
         if plan is not None:
             doing = f"on batch {batch}, indices {shorten_list(indices, len(indices))}"
         elif job is not None:
@@ -175,9 +181,13 @@ class Pool:
     ) -> None:
         self._inherited: WorkerTask | None = None
         self._latest: SharedPickle | None = None  # the first task for new workers
-        self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = weakref.WeakValueDictionary()
+        self._in_use: weakref.WeakValueDictionary[int, SharedPickle] = (
+            weakref.WeakValueDictionary()
+        )
         if context is None:
-            self._latest = task if isinstance(task, SharedPickle) else SharedPickle.dumps(task)
+            self._latest = (
+                task if isinstance(task, SharedPickle) else SharedPickle.dumps(task)
+            )
             self._in_use[self._latest.number] = self._latest
             # Here and not in `open`, because some settings belong to the caller's thread.
             self._settings = Settings.here()
@@ -316,13 +326,17 @@ class Pool:
         if self.broken is not None:
             return
         for worker in self._workers.values():
-            worker.pinned.append(Job(request(worker.number), doing="while starting an epoch"))
+            worker.pinned.append(
+                Job(request(worker.number), doing="while starting an epoch")
+            )
             self._next_job(worker)
 
     def worker_of(self, batch: int) -> int | None:
         """Return the worker with the request for a batch, or None."""
         for worker in self._workers.values():
-            if any(job.plan is not None and job.plan.number == batch for job in worker.jobs):
+            if any(
+                job.plan is not None and job.plan.number == batch for job in worker.jobs
+            ):
                 return worker.number
         return None
 
@@ -384,10 +398,14 @@ class Pool:
                 worker.leaving = True
                 worker.close_channel()
             return
-        while worker.channel is not None and not (worker.leaving or worker.exited.is_set()):
+        while worker.channel is not None and not (
+            worker.leaving or worker.exited.is_set()
+        ):
             # Waiting jobs go first.
             queue, most = (
-                (self._waiting, 1) if self._waiting else (worker.pinned, self.pinned_ahead)
+                (self._waiting, 1)
+                if self._waiting
+                else (worker.pinned, self.pinned_ahead)
             )
             if not queue or len(worker.jobs) >= most:
                 return
@@ -463,7 +481,8 @@ class Pool:
                 self._next_job(candidate)
             return
         if self.broken or (
-            refusal is None and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)
+            refusal is None
+            and (self._stateful or worker.failed_starts >= STARTS_WITHOUT_ANSWER)
         ):
             self._break(self.broken or died)
             return
@@ -505,13 +524,18 @@ class Pool:
         except Exception as error:
             return error
 
-    def _take_over(self, dead: NumberedWorker, successor: NumberedWorker | Exception) -> None:
+    def _take_over(
+        self, dead: NumberedWorker, successor: NumberedWorker | Exception
+    ) -> None:
         if isinstance(successor, Exception):
             self._break(dead.cannot_start(successor))
         elif self._closing or self._workers.get(dead.number) is not dead:
             successor.discard()
         else:
-            successor.pinned, successor.failed_starts = dead.pinned, dead.failed_starts + 1
+            successor.pinned, successor.failed_starts = (
+                dead.pinned,
+                dead.failed_starts + 1,
+            )
             self._workers[dead.number] = successor
             try:
                 self._connect(successor)
@@ -525,6 +549,9 @@ class Pool:
         Each request gets a copy of the error, because each consumer adds a note to the error.
         """
         self.broken = died
-        for queue in [self._waiting, *(worker.pinned for worker in self._workers.values())]:
+        for queue in [
+            self._waiting,
+            *(worker.pinned for worker in self._workers.values()),
+        ]:
             while queue:
                 queue.popleft().fail(copy.copy(died))

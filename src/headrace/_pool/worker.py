@@ -44,7 +44,9 @@ class WorkerTask(Protocol):
         """Return the pickled answer to a request. An exception is sent back to the engine."""
 
 
-ProcessMain = Callable[[BlockingChannel, Connection, socket.socket, Callable[[], None]], None]
+ProcessMain = Callable[
+    [BlockingChannel, Connection, socket.socket, Callable[[], None]], None
+]
 """The main function of a process other than a worker.
 
 Args: a channel on the connection to the requesting process; the connection; a control socket for
@@ -86,7 +88,9 @@ class ProcessEnvironment(NamedTuple):
         return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ), script)
 
     def adopt(self) -> None:
-        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+        main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType(
+            "__main__"
+        )
         if self.script is not None:
             main.__file__ = self.script
         sys.path[:] = self.path
@@ -170,14 +174,18 @@ def serve_boot_message(connection: Connection, control: socket.socket) -> None:
         message.task(channel, connection, control, message.prepare)
 
 
-def serve(connection: Connection, task: WorkerTask | bytes, number: int, workers: int) -> None:
+def serve(
+    connection: Connection, task: WorkerTask | bytes, number: int, workers: int
+) -> None:
     """Run a worker started by `multiprocessing`.
 
     `task` is inherited, or pickled.
     """
     prefer_references()
     worker = Worker(BlockingChannel(connection), number, workers)
-    worker.begin(INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task)
+    worker.begin(
+        INHERITED, lambda: pickle.loads(task) if isinstance(task, bytes) else task
+    )
     worker.serve()
 
 

@@ -121,13 +121,19 @@ class _Zygote:
     def _answer(self, control: socket.socket) -> bool:
         """Answer a request. Return False if the control socket has closed."""
         with self._reserve.given_up():
-            request, descriptors, _, _ = socket.recv_fds(control, 1, max(_DESCRIPTORS.values()))
+            request, descriptors, _, _ = socket.recv_fds(
+                control, 1, max(_DESCRIPTORS.values())
+            )
         if not request:
             return False
         reason = errno.EMFILE
         try:
             if len(descriptors) == _DESCRIPTORS[request]:
-                answer = self._fork_template if request == FORK_TEMPLATE else self._fork_process
+                answer = (
+                    self._fork_template
+                    if request == FORK_TEMPLATE
+                    else self._fork_process
+                )
                 answer(control, *descriptors)
                 return True
         except OSError as error:  # no memory, or the limit of processes is reached
@@ -154,7 +160,9 @@ class _Zygote:
         def run() -> None:
             os.close(status)
             os.close(own)
-            connection = Connection(socket.socket(fileno=frames), socket.socket(fileno=descriptors))
+            connection = Connection(
+                socket.socket(fileno=frames), socket.socket(fileno=descriptors)
+            )
             serve_boot_message(connection, socket.socket(fileno=childs))
 
         pid = self._fork(run)
@@ -224,7 +232,9 @@ class _Zygote:
                 return
             if (child := self._children.pop(pid, None)) is not None:
                 with suppress(BrokenPipeError):  # the requester has ended
-                    os.write(child.status, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                    os.write(
+                        child.status, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status))
+                    )
                 os.close(child.status)
             if (control := self._templates.pop(pid, None)) is not None:
                 # If the requester has ended, the socket reads as closed, and `serve` drops it.

@@ -86,7 +86,9 @@ class Permutation:
         rounds = 8 if n >= 1 << 16 else 16
         # Choose about √n rows, with the fewest values of the rectangle beyond `n`.
         root = math.isqrt(max(n, 1) - 1) + 1
-        rows = min(range(root, root + min(root // 16, 64) + 1), key=lambda rows: -n % rows)
+        rows = min(
+            range(root, root + min(root // 16, 64) + 1), key=lambda rows: -n % rows
+        )
         object.__setattr__(self, "_rows", rows)
         object.__setattr__(self, "_columns", -(-n // rows))
         object.__setattr__(

@@ -38,7 +38,9 @@ class CurrentSample:
     calls: int = 0
 
 
-current_sample: ContextVar[CurrentSample | None] = ContextVar("headrace_sample", default=None)
+current_sample: ContextVar[CurrentSample | None] = ContextVar(
+    "headrace_sample", default=None
+)
 """The current sample; None outside of a loader."""
 
 
@@ -141,7 +143,10 @@ def _generator() -> np.random.Generator:
     """Return a generator set to the current sample."""
     current = current_sample.get()
     if current is None:
-        key, counter = int(torch.empty((), dtype=torch.int64, device="cpu").random_()), (0, 0, 0, 0)
+        key, counter = (
+            int(torch.empty((), dtype=torch.int64, device="cpu").random_()),
+            (0, 0, 0, 0),
+        )
     elif current.position is None:
         raise RuntimeError(
             "a randomized function was called while samples are fetched, where it is not known "
@@ -151,7 +156,10 @@ def _generator() -> np.random.Generator:
     else:
         # Philox counts up in the first word. So two samples, or two calls for a sample, never get
         # the same numbers.
-        key, counter = current.key, (0, current.calls, current.position, int(current.of_batch))
+        key, counter = (
+            current.key,
+            (0, current.calls, current.position, int(current.of_batch)),
+        )
         current.calls += 1
     try:
         rng = _idle.pop()

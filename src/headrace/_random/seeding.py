@@ -30,7 +30,9 @@ def batch_seed(base: int, epoch: int, number: int) -> int:
 
     The seed is a BLAKE2b hash, so neighbouring batches get unrelated seeds.
     """
-    digest = hashlib.blake2b(_SEED_INPUT.pack(base, epoch, number), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        _SEED_INPUT.pack(base, epoch, number), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
@@ -114,7 +116,11 @@ def _exchanged() -> tuple[Any, ...]:
     A spare bit generator replaces NumPy's bit generator.
     """
     numpy: Any = np.random  # NumPy's stubs lack the functions for the bit generator
-    states = random.getstate(), torch.default_generator.get_state(), numpy.get_bit_generator()
+    states = (
+        random.getstate(),
+        torch.default_generator.get_state(),
+        numpy.get_bit_generator(),
+    )
     spare = _spare_bit_generator()
     numpy.set_bit_generator(np.random.MT19937(0) if states[2] is spare else spare)
     return states
@@ -149,7 +155,9 @@ class TransformGenerators:
 
     def __init__(self, functions: Iterable[object]) -> None:
         self._setters = [
-            setter for part in _reachable(functions) if (setter := _setter(part)) is not None
+            setter
+            for part in _reachable(functions)
+            if (setter := _setter(part)) is not None
         ]
 
     def seed(self, seed: int) -> None:
@@ -184,7 +192,9 @@ def _setter(part: Any) -> Callable[[int], Any] | None:
         bits = part.bit_generator
         return lambda seed: setattr(bits, "state", type(bits)(seed).state)
     if isinstance(part, np.random.RandomState):
-        return lambda seed: part.seed(np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32))
+        return lambda seed: part.seed(
+            np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32)
+        )
     if isinstance(part, random.Random):
         return part.seed
     if isinstance(part, torch.Generator):
@@ -224,7 +234,9 @@ def _held_by(part: Any) -> Iterable[object]:
     if isinstance(part, dict | list | tuple) and len(part) > _LARGEST_CONTAINER:
         return ()
     held = gc.get_referents(part)
-    classes = [vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)]
+    classes = [
+        vars(cls).items() for cls in type(part).__mro__ if not _is_opaque(cls.__module__)
+    ]
     # Methods use globals.
     methods = [value for items in classes for _, value in sorted(items)]
     # The attributes of an instance come first, in the order of `__dict__`. The order of the garbage
@@ -242,7 +254,9 @@ def _held_by_function(function: types.FunctionType) -> Iterator[object]:
     for code in codes:  # the loop appends code objects nested in `code`
         names.update(code.co_names)
         codes.extend(
-            constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+            constant
+            for constant in code.co_consts
+            if isinstance(constant, types.CodeType)
         )
     for name in sorted(names):
         value = function.__globals__.get(name)

@@ -56,7 +56,9 @@ def rank_among(data_parallel: DataParallel) -> RankInfo:
     Without `data_parallel`, the rank is the rank among all ranks.
     """
     group = group_of(data_parallel)
-    return get_rank_info() if group is None else RankInfo(group.rank(), group.size(), GROUP)
+    return (
+        get_rank_info() if group is None else RankInfo(group.rank(), group.size(), GROUP)
+    )
 
 
 def group_of(data_parallel: DataParallel) -> ProcessGroup | None:

@@ -59,7 +59,9 @@ class RankChoice:
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
-            raise ValueError(f"rank={rank} and world_size={world_size}: give both or neither")
+            raise ValueError(
+                f"rank={rank} and world_size={world_size}: give both or neither"
+            )
         self.given: ReaderShare | None = None
         # In a spawned worker of torch's own loader: rank of the parent process.
         self._of_parent: ReaderShare | None = None
@@ -108,15 +110,25 @@ class RankChoice:
             return self.__dict__
         # A worker spawned by torch's own loader inherits the environment, but neither the process
         # group nor the context variables of the code that iterates over the loader.
-        return {"given": self.given, "_of_parent": self._own(), "_divided": self._is_divided()}
+        return {
+            "given": self.given,
+            "_of_parent": self._own(),
+            "_divided": self._is_divided(),
+        }
 
 
-def check_given_rank(what: str, rank: int, world_size: int, loader: RankInfo | None) -> None:
+def check_given_rank(
+    what: str, rank: int, world_size: int, loader: RankInfo | None
+) -> None:
     """Raise `ValueError` if a given rank differs from the loader's rank.
 
     The loader's rank is the rank in `data_parallel=`.
     """
-    if loader is None or world_size == 1 or (rank, world_size) == (loader.rank, loader.world_size):
+    if (
+        loader is None
+        or world_size == 1
+        or (rank, world_size) == (loader.rank, loader.world_size)
+    ):
         return
     raise ValueError(
         f"data_parallel= has {loader.world_size} ranks, and this is rank {loader.rank}, but {what} "

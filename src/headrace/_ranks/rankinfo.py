@@ -188,12 +188,16 @@ def has_process_group() -> bool:
 def _resolved() -> RankInfo:
     if has_process_group():
         return RankInfo(
-            torch.distributed.get_rank(), torch.distributed.get_world_size(), "torch.distributed"
+            torch.distributed.get_rank(),
+            torch.distributed.get_world_size(),
+            "torch.distributed",
         )
     found = _from_rank() or _from_slurm() or _from_local_rank()
     if found is None:
         if (_number("WORLD_SIZE") or 1) > 1 or (_number("RANK") or 0) > 0:
-            known = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+            known = [
+                f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ
+            ]
             raise UnknownRankError(why=f"the environment has only {', '.join(known)}")
         return RankInfo(0, 1, _SINGLE)
     if not 0 <= found.rank < found.world_size:
@@ -236,7 +240,11 @@ def _from_local_rank() -> RankInfo | None:
 
     The launcher does not set RANK, and does not always set the number of ranks on a node.
     """
-    node, local, world_size = _number("NODE_RANK"), _number("LOCAL_RANK"), _number("WORLD_SIZE")
+    node, local, world_size = (
+        _number("NODE_RANK"),
+        _number("LOCAL_RANK"),
+        _number("WORLD_SIZE"),
+    )
     if local is None or world_size is None:
         return None
     on_node = _number("LOCAL_WORLD_SIZE")

@@ -39,7 +39,11 @@ def dump_state(state: StreamState | None) -> bytes | None:
 
 def load_state(state: StreamState) -> Mapping[str, object]:
     """Unpickle the position of a stream, or raise the unpickling error."""
-    return cast("Mapping[str, object]", pickle.loads(state)) if isinstance(state, bytes) else state
+    return (
+        cast("Mapping[str, object]", pickle.loads(state))
+        if isinstance(state, bytes)
+        else state
+    )
 
 
 class BatchPlan(NamedTuple):
@@ -226,7 +230,9 @@ class Rows(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         rows = range(len(self))
-        return map(self.__getitem__, rows) if self.is_table else iter(self.whole.unbind(0))
+        return (
+            map(self.__getitem__, rows) if self.is_table else iter(self.whole.unbind(0))
+        )
 
     @property
     def is_table(self) -> bool:
@@ -278,13 +284,17 @@ class RawBatch(NamedTuple):
         if self.whole or type(samples) is Rows or Failure not in map(type, samples):
             return self, ()
         # A single Failure may stand for all samples of a single fetch call.
-        good = [slot for slot, sample in enumerate(samples) if type(sample) is not Failure]
+        good = [
+            slot for slot, sample in enumerate(samples) if type(sample) is not Failure
+        ]
         plan = plan._replace(
             indices=tuple(plan.indices[slot] for slot in good),
             positions=plan.positions and [plan.positions[slot] for slot in good],
         )
         failures = tuple(sample for sample in samples if type(sample) is Failure)
-        return self._replace(plan=plan, samples=[samples[slot] for slot in good]), failures
+        return self._replace(
+            plan=plan, samples=[samples[slot] for slot in good]
+        ), failures
 
 
 @dataclass(slots=True)
@@ -396,7 +406,9 @@ class HostBatch(NamedTuple):
             plan = plan._replace(indices=read[0], positions=read[1])
         counts = requests and RequestCounts(*requests)
         stages = StageTimes._make((*times, FetchLoad(*load)))
-        return cls(plan, data, size, failures, end, empty, counts, worker, state, stages, fetches)
+        return cls(
+            plan, data, size, failures, end, empty, counts, worker, state, stages, fetches
+        )
 
     @classmethod
     def nothing(
@@ -427,7 +439,9 @@ class HostBatch(NamedTuple):
     def located(self, sample_key: Callable[[object], str | None]) -> HostBatch:
         if not self.failures:
             return self
-        located = (failure.located(self.plan.indices, sample_key) for failure in self.failures)
+        located = (
+            failure.located(self.plan.indices, sample_key) for failure in self.failures
+        )
         return self._replace(failures=tuple(located))
 
     def with_lost(self, raw: RawBatch, failures: tuple[Failure, ...]) -> HostBatch:
@@ -436,4 +450,8 @@ class HostBatch(NamedTuple):
         This batch was made from `raw` without the samples of `failures`. The result has the plan of
         `raw` and all failures. Without `failures`, the batch is returned unchanged.
         """
-        return self._replace(plan=raw.plan, failures=failures + self.failures) if failures else self
+        return (
+            self._replace(plan=raw.plan, failures=failures + self.failures)
+            if failures
+            else self
+        )

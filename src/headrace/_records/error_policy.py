@@ -69,7 +69,9 @@ class EpochFailures:
         failed = {repr(failure.index) for failure in host.failures}
         self.longest = self.in_a_row
         for index in host.plan.indices:
-            self.in_a_row = self.in_a_row + 1 if host.empty or repr(index) in failed else 0
+            self.in_a_row = (
+                self.in_a_row + 1 if host.empty or repr(index) in failed else 0
+            )
             self.longest = max(self.longest, self.in_a_row)
 
     def error(self, reason: str) -> TooManySkippedError:
@@ -77,7 +79,9 @@ class EpochFailures:
 
         The last failure is the cause of the error.
         """
-        examples = tuple(shorten(str(failure), EXAMPLE_LIMIT) for failure in self.examples)
+        examples = tuple(
+            shorten(str(failure), EXAMPLE_LIMIT) for failure in self.examples
+        )
         error = TooManySkippedError(
             reason=reason,
             failures="; ".join(examples),

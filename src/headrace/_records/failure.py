@@ -75,7 +75,9 @@ class Failure:
     unskippable: str | None = None
 
     @classmethod
-    def caught(cls, error: BaseException, stage: Stage, batch: int, **where: Any) -> Failure:
+    def caught(
+        cls, error: BaseException, stage: Stage, batch: int, **where: Any
+    ) -> Failure:
         """Record a caught exception."""
         return cls(error=as_exception(error), stage=stage, batch=batch, **where)
 
@@ -90,7 +92,8 @@ class Failure:
             return replace(self, key=self.key or sample_key(self.index))
         return replace(
             self,
-            samples=self.samples or (describe_samples(indices, sample_key) if indices else None),
+            samples=self.samples
+            or (describe_samples(indices, sample_key) if indices else None),
         )
 
     def as_text(self) -> Failure:
@@ -99,7 +102,9 @@ class Failure:
         The record can be kept without keeping user objects alive. The error becomes a `RemoteError`
         with the message and the type name of the exception. The traceback is dropped.
         """
-        error = RemoteError(shorten(self.message, MESSAGE_LIMIT), type_name=self.type_name)
+        error = RemoteError(
+            shorten(self.message, MESSAGE_LIMIT), type_name=self.type_name
+        )
         index = self.index
         if index is not None and type(index) is not int:
             index = shorten(index) if type(index) is str else short_repr(index)
@@ -202,7 +207,11 @@ _REMEDIES = (
         "'await' expression|be awaited",
         "write `async def aget`, and await only what is async",
     ),
-    (Stage.FETCH, "loop is closed|a different (event )?loop|used inside a task", _PER_LOOP),
+    (
+        Stage.FETCH,
+        "loop is closed|a different (event )?loop|used inside a task",
+        _PER_LOOP,
+    ),
     (
         Stage.COLLATE,
         "equal size",
@@ -249,10 +258,14 @@ def _set_message(error: BaseException, words: str) -> bool:
     return False
 
 
-def describe_samples(indices: Sequence[object], sample_key: Callable[[object], str | None]) -> str:
+def describe_samples(
+    indices: Sequence[object], sample_key: Callable[[object], str | None]
+) -> str:
     """Return text with the first indices and keys of a batch."""
     words = f"indices {shorten_list(indices, len(indices))}"
-    keys = [key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None]
+    keys = [
+        key for index in indices[:LIST_ITEMS] if (key := sample_key(index)) is not None
+    ]
     return f"{words}, keys {shorten_list(keys, len(indices))}" if keys else words
 
 
@@ -280,7 +293,9 @@ def as_exception(error: BaseException) -> Exception:
 
     A `ControlFlowError` replaces an exception for control flow.
     """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+    if isinstance(error, Exception) and not isinstance(
+        error, StopIteration | StopAsyncIteration
+    ):
         return error
     stopped = ControlFlowError(error=error)
     stopped.__cause__ = error

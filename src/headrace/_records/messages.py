@@ -144,4 +144,6 @@ def check_not_forked(made_in: int) -> None:
     The engine belongs to the process `made_in`, which opened the session.
     """
     if made_in != os.getpid():
-        raise ForkedError(what="an iterator of headrace", made_in=made_in, used_in=os.getpid())
+        raise ForkedError(
+            what="an iterator of headrace", made_in=made_in, used_in=os.getpid()
+        )

@@ -77,7 +77,9 @@ class Codec:
         self.taken = 0
         self._offset = 0  # bytes unpacked so far
         if self._format == "zstd":
-            module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+            module = (
+                "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+            )
             zstd = require(module, "reading zstd", "backports.zstd", "zstd")
             self._open, self._error = zstd.ZstdDecompressor, zstd.ZstdError
         else:
@@ -120,7 +122,9 @@ class Codec:
 
     def _unpack(self, rest: bytes) -> Iterator[bytes]:
         # zlib hands back the bytes that were not taken. zstd keeps the bytes.
-        while rest or (self._stream is not None and not getattr(self._stream, "needs_input", True)):
+        while rest or (
+            self._stream is not None and not getattr(self._stream, "needs_input", True)
+        ):
             if self._stream is None:
                 if self.begins and self._format == "gzip":
                     # Padding after a stream; gzip itself accepts padding.
@@ -183,7 +187,12 @@ def check_content(data: Buffer, shard: str, *, pages: bool = False) -> None:
         shard: name of the object.
         pages: whether web pages are allowed.
     """
-    first = bytes(memoryview(data)[:_LOOKED_AT]).removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    first = (
+        bytes(memoryview(data)[:_LOOKED_AT])
+        .removeprefix(codecs.BOM_UTF8)
+        .lstrip()
+        .lower()
+    )
     if first.startswith(b"version https://git-lfs"):
         what = "a Git LFS pointer in place of the file; run git lfs pull where it was copied from"
     elif not pages and (

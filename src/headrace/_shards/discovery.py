@@ -30,7 +30,12 @@ from headrace._store.ranges import map_all
 from headrace._store.redaction import check_path
 from headrace._store.store import Store, StoreLike, as_store
 from headrace._streams.blocking import background_loop
-from headrace.errors import HeadraceError, ObjectNotFoundError, ShardError, TruncatedShardError
+from headrace.errors import (
+    HeadraceError,
+    ObjectNotFoundError,
+    ShardError,
+    TruncatedShardError,
+)
 
 MOST_NAMES = 1_000_000  # maximum number of names of braces
 _GLOB = re.compile(r"[*?\[]")
@@ -164,7 +169,10 @@ def map_shards(function: Callable[[A], Awaitable[T]], shards: Iterable[A]) -> li
 
 
 def open_each(
-    sources: Sequence[A], open_one: Callable[[A], Awaitable[T]], *, on_error: OnOpeningError
+    sources: Sequence[A],
+    open_one: Callable[[A], Awaitable[T]],
+    *,
+    on_error: OnOpeningError,
 ) -> list[T]:
     """Open the files of a dataset concurrently.
 
@@ -199,7 +207,9 @@ def open_each(
         raise errors[0]
     if errors:
         many = f"{len(errors):,} of {len(results):,} files"
-        warn_user(f"{many} cannot be opened and are left out; the first error: {errors[0]}")
+        warn_user(
+            f"{many} cannot be opened and are left out; the first error: {errors[0]}"
+        )
     return [each for each in results if not isinstance(each, Exception)]
 
 
@@ -226,9 +236,13 @@ def find_shards(
             base, key = split_url(url) if opened is None else ("", opened.key_of(url))
             one = Shard(store_of(base), key)
             named.append(one)
-            is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(suffixes)
+            is_pattern = _GLOB.search(key) is not None or not key.lower().endswith(
+                suffixes
+            )
             root = one.store.local_root
-            if is_pattern or (root is not None and os.path.isdir(os.path.join(root, key))):
+            if is_pattern or (
+                root is not None and os.path.isdir(os.path.join(root, key))
+            ):
                 patterns.append(one)
     listed: dict[Shard, list[Shard]] = {}
     if patterns:
@@ -251,12 +265,13 @@ async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
     store, key = pattern.store, pattern.key
     folder = key.strip("/")
     if match := _GLOB.search(key):
-        folder, problem = key[: match.start()].rpartition("/")[0], f"nothing matches {key!r}"
+        folder, problem = (
+            key[: match.start()].rpartition("/")[0],
+            f"nothing matches {key!r}",
+        )
         found = await _matching(pattern, folder, suffixes)
     else:
-        problem = (
-            f"no such file, and no file in such a directory that ends in {' or '.join(suffixes)}"
-        )
+        problem = f"no such file, and no file in such a directory ends in {' or '.join(suffixes)}"
         found = await list_inside(store, folder, suffixes)
         if not found and folder == key != "":
             found = await _find(store, (), key)
@@ -265,7 +280,9 @@ async def _list(pattern: Shard, suffixes: tuple[str, ...]) -> list[Shard]:
     return found
 
 
-async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> list[Shard]:
+async def list_inside(
+    store: Store, folder: str, suffixes: tuple[str, ...]
+) -> list[Shard]:
     """Return the visible objects in a directory, at any depth.
 
     Only objects that end in `suffixes` are returned.
@@ -273,7 +290,8 @@ async def list_inside(store: Store, folder: str, suffixes: tuple[str, ...]) -> l
     return [
         Shard(store, head.key, head)
         for head in await list_heads(store, folder)
-        if head.key.lower().endswith(suffixes) and not _is_hidden(head.key.removeprefix(folder))
+        if head.key.lower().endswith(suffixes)
+        and not _is_hidden(head.key.removeprefix(folder))
     ]
 
 
@@ -289,7 +307,11 @@ async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> lis
     store, pattern = shard.store, shard.key
     if "**" in pattern.split("/"):
         heads, expression = await list_heads(store, folder), glob_expression(pattern)
-        return [Shard(store, head.key, head) for head in heads if expression.fullmatch(head.key)]
+        return [
+            Shard(store, head.key, head)
+            for head in heads
+            if expression.fullmatch(head.key)
+        ]
     if (root := store.local_root) is not None:
         # obstore refuses directories with names that cannot be keys. No thread: the thread would
         # outlive the dataset.
@@ -301,12 +323,18 @@ async def _matching(shard: Shard, folder: str, suffixes: tuple[str, ...]) -> lis
     for step in re.findall(r"(?:[^/*?\[]*/)*[^/]+", pattern):
         path, slash, name = step.rpartition("/")
         one = partial(list_level, store, glob_expression(name))
-        levels = await map_all(one, [folder + path + slash for folder in folders], AT_ONCE)
+        levels = await map_all(
+            one, [folder + path + slash for folder in folders], AT_ONCE
+        )
         heads = [*chain.from_iterable(levels)]
-        found = [Shard(store, head.key, head) for head in heads if not head.key.endswith("/")]
+        found = [
+            Shard(store, head.key, head) for head in heads if not head.key.endswith("/")
+        ]
         folders = [head.key[:-1] for head in heads if head.key.endswith("/")]
     tables = [each for each in folders if each.lower().endswith(suffixes)]
-    inside = await map_all(partial(list_inside, store, suffixes=suffixes), tables, AT_ONCE)
+    inside = await map_all(
+        partial(list_inside, store, suffixes=suffixes), tables, AT_ONCE
+    )
     return sorted(chain(found, *inside), key=attrgetter("key"))
 
 
@@ -317,7 +345,9 @@ async def _find(store: Store, suffixes: tuple[str, ...], key: str) -> list[Shard
     """
     with contextlib.suppress(ObjectNotFoundError):
         return [Shard(store, key, await store.head(key))]
-    return await list_inside(store, key, suffixes) if key.lower().endswith(suffixes) else []
+    return (
+        await list_inside(store, key, suffixes) if key.lower().endswith(suffixes) else []
+    )
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -335,7 +365,9 @@ def expand_braces(pattern: str) -> list[str]:
     if ".." in pattern and pattern.count("{") != pattern.count("}"):
         raise ValueError(f"the braces in {short_repr(pattern)} are not balanced")
     pieces = _BRACES.split(pattern)
-    choices = [_choices(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    choices = [
+        _choices(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)
+    ]
     if (count := math.prod(map(len, choices))) > MOST_NAMES:
         raise ValueError(
             f"braces in {short_repr(pattern)} stand for {count:,} names, "
@@ -374,7 +406,9 @@ def split_url(name: str) -> tuple[str, str]:
         scheme, rest = "file", str(Path(name).absolute()) + "/" * name.endswith("/")
     check_shared(f"{scheme}://{rest}")
     if scheme in ("http", "https") and "?" in rest:
-        raise ValueError("signed URLs cannot be shards: give store= with credentials instead")
+        raise ValueError(
+            "signed URLs cannot be shards: give store= with credentials instead"
+        )
     traits = traits_of(f"{scheme}://{rest}")
     if traits.bucket:
         bucket, _, key = rest.partition("/")
@@ -395,7 +429,9 @@ def _is_hidden(key: str) -> bool:
     Directories of leftovers begin with a dot or an underscore, as Spark's `_temporary`.
     """
     *directories, name = key.strip("/").split("/")
-    return name.startswith(".") or any(part.startswith((".", "_")) for part in directories)
+    return name.startswith(".") or any(
+        part.startswith((".", "_")) for part in directories
+    )
 
 
 def glob_expression(pattern: str, *, hidden: bool = False) -> re.Pattern[str]:
@@ -428,5 +464,7 @@ def _name_expression(name: str, visible: str) -> str:
         text = part[0]
         return "[^/]" if text == "." else f"(?!/){text}" if text[0] == "[" else text
 
-    expression = re.sub(r"\\.|\[\^?\]?[^\]]*\]|\.", within_name, fnmatch.translate(name)[4:-3])
+    expression = re.sub(
+        r"\\.|\[\^?\]?[^\]]*\]|\.", within_name, fnmatch.translate(name)[4:-3]
+    )
     return visible * name.startswith(("*", "?", "[")) + expression

@@ -107,7 +107,11 @@ class IndexFile:
     """
 
     def __init__(
-        self, name: str, data: Buffer, path: str | None = None, digest: bytes | None = None
+        self,
+        name: str,
+        data: Buffer,
+        path: str | None = None,
+        digest: bytes | None = None,
     ) -> None:
         self.name, self.path, self.data = name, path, data
         with shard_errors(DAMAGED, name):
@@ -121,7 +125,9 @@ class IndexFile:
     def _parse(self, data: memoryview, expected: bytes | None) -> None:
         magic, self.digest, length, check = PREFIX.unpack_from(data)
         if magic != MAGIC:
-            raise ValueError("its first bytes are not those of an index, or are of another version")
+            raise ValueError(
+                "its first bytes are not those of an index, or are of another version"
+            )
         if expected not in (None, self.digest):
             raise ValueError("it was replaced")
         if zlib.crc32(data[PREFIX.size :]) != check:
@@ -175,7 +181,9 @@ class IndexFile:
         """Join indices of single shards in a folder; return the bytes."""
         parts = sorted(parts, key=lambda part: part.shard(0).name)
         shards = [part.shard(0) for part in parts]
-        shards = [shard._replace(name=shard.name.removeprefix(folder)) for shard in shards]
+        shards = [
+            shard._replace(name=shard.name.removeprefix(folder)) for shard in shards
+        ]
         begins = np.concatenate([part._begins for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return dump_index(folder, shards, begins, lengths)
@@ -208,7 +216,13 @@ def dump_index(
     """
     texts = [json.dumps(shard).encode() for shard in shards]
     rows = [
-        (shard.samples, len(text), shard.end, len(shard.borders()) - 1, bool(shard.problem))
+        (
+            shard.samples,
+            len(text),
+            shard.end,
+            len(shard.borders()) - 1,
+            bool(shard.problem),
+        )
         for shard, text in zip(shards, texts, strict=True)
     ]
     arrays = [

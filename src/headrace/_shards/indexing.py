@@ -33,7 +33,13 @@ from headrace._shards.index_file import (
     dump_index,
     map_index,
 )
-from headrace._shards.reading import BadRecord, Decoder, PartPosition, ReadAhead, ShardReader
+from headrace._shards.reading import (
+    BadRecord,
+    Decoder,
+    PartPosition,
+    ReadAhead,
+    ShardReader,
+)
 from headrace._store.disk_cache import secure_folder
 from headrace._store.errors import RequestFailure
 from headrace._store.head import Head, check_version
@@ -78,7 +84,9 @@ def describe_functions(*functions: Any) -> str:
 def _described(function: Any) -> list[object]:
     if isinstance(function, functools.partial):
         return [*_described(function.func), function.args, function.keywords]
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    code = getattr(function, "__code__", None) or getattr(
+        type(function).__call__, "__code__", None
+    )
     own = [] if code is None else [code.co_code, code.co_names, *code.co_consts]
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     # The order of a set differs between processes.
@@ -154,7 +162,9 @@ class IndexingDecoder(Decoder):
             problem=self._problem,
             begins=base64.b64encode(np.array(begins, "<i8").tobytes()).decode(),
         )
-        return dump_index("", [row], np.array(self._borders[:-1]), np.array(self._lengths))
+        return dump_index(
+            "", [row], np.array(self._borders[:-1]), np.array(self._lengths)
+        )
 
 
 def folder_of(shards: Sequence[Shard]) -> str:
@@ -196,7 +206,12 @@ def place_of(index: str | os.PathLike[str], store: Store | None) -> Shard:
 
 
 async def open_index(
-    shards: Sequence[Shard], indexing: Indexing, place: Shard | None, *, required: bool, save: bool
+    shards: Sequence[Shard],
+    indexing: Indexing,
+    place: Shard | None,
+    *,
+    required: bool,
+    save: bool,
 ) -> OpenedIndex:
     """Find or build the index of shards.
 
@@ -220,7 +235,9 @@ async def open_index(
         except ShardError:
             if not save:
                 raise
-    return match(await _built(shards, indexing, place if save else None), shards, indexing)
+    return match(
+        await _built(shards, indexing, place if save else None), shards, indexing
+    )
 
 
 async def fetch_index(place: Shard) -> IndexFile:
@@ -257,7 +274,9 @@ def _cached(name: str) -> Shard:
 
     In memory if the folder cannot be used.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(
+        os.path.expanduser("~"), ".cache"
+    )
     folder = os.path.join(home, "headrace")
     try:
         secure_folder(folder)
@@ -295,7 +314,11 @@ def match(index: IndexFile, shards: Sequence[Shard], indexing: Indexing) -> Open
 
 
 def _as_indexed(
-    index: IndexFile, row: IndexedShard | None, shard: Shard, indexing: Indexing, folder: str
+    index: IndexFile,
+    row: IndexedShard | None,
+    shard: Shard,
+    indexing: Indexing,
+    folder: str,
 ) -> Shard:
     """Return a shard in the indexed version.
 
@@ -368,7 +391,9 @@ async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> Ope
     return OpenedIndex(index, shards, np.arange(len(index)))
 
 
-async def _built(shards: Sequence[Shard], indexing: Indexing, place: Shard | None) -> IndexFile:
+async def _built(
+    shards: Sequence[Shard], indexing: Indexing, place: Shard | None
+) -> IndexFile:
     """Return the index of these versions of shards, cached or built.
 
     The index is also stored at `place`, unless `place` is None.
@@ -446,7 +471,9 @@ async def index_shard(shard: Shard, indexing: Indexing) -> bytes:
     return decoder.index(reader.codec.begins)
 
 
-async def build_parts(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> list[IndexFile]:
+async def build_parts(
+    shards: Sequence[Shard], indexing: Indexing, place: Shard
+) -> list[IndexFile]:
     """Return an index of each shard.
 
     A part is taken from the folder of parts, or built and stored there.
@@ -475,7 +502,9 @@ def part_key(place: Shard, shard: Shard, indexing: Indexing) -> str:
     return f"{place.key}{PARTS}/{part_name(shard, indexing)}"
 
 
-async def build_index(shards: Sequence[Shard], indexing: Indexing, place: Shard) -> IndexFile:
+async def build_index(
+    shards: Sequence[Shard], indexing: Indexing, place: Shard
+) -> IndexFile:
     """Build an index and store the index at `place`.
 
     Parts of an earlier call are used.

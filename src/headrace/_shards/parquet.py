@@ -45,7 +45,9 @@ class Footer(TableFile):
 
         self.shard, self._data = shard, data
         with shard_errors("corrupt footer", shard.name, shard.size - len(data)):
-            self.metadata = pyarrow.parquet.read_metadata(pyarrow.BufferReader(_MAGIC + self._data))
+            self.metadata = pyarrow.parquet.read_metadata(
+                pyarrow.BufferReader(_MAGIC + self._data)
+            )
             self.schema = self.metadata.schema.to_arrow_schema()
             self.rows = tuple(
                 self.metadata.row_group(group).num_rows
@@ -98,10 +100,17 @@ class Footer(TableFile):
                 partition_expression=reduce(and_, values, scalar(True)),
             )
             schema = pyarrow.schema(
-                [*self.schema, *(pyarrow.field(name, value.type) for name, value in added)]
+                [
+                    *self.schema,
+                    *(pyarrow.field(name, value.type) for name, value in added),
+                ]
             )
-            numbers = [group.id for group in fragment.subset(filters, schema=schema).row_groups]
-        return [RowGroup(self, number, selection) for number in numbers if self.rows[number]]
+            numbers = [
+                group.id for group in fragment.subset(filters, schema=schema).row_groups
+            ]
+        return [
+            RowGroup(self, number, selection) for number in numbers if self.rows[number]
+        ]
 
     def leaves(self, columns: Sequence[str] | None) -> list[int]:
         """Return the numbers of the stored columns of `columns`.
@@ -113,7 +122,10 @@ class Footer(TableFile):
             number
             for number in range(self.metadata.num_columns)
             if columns is None
-            or any(f"{schema.column(number).path}.".startswith(f"{each}.") for each in columns)
+            or any(
+                f"{schema.column(number).path}.".startswith(f"{each}.")
+                for each in columns
+            )
         ]
 
 
@@ -176,13 +188,18 @@ class RowGroup:
         # The bytes are in memory already, so pre-buffering would only copy the bytes. Checksums
         # exist only if the writer was asked for checksums.
         file = pyarrow.parquet.ParquetFile(
-            source, metadata=self.footer.metadata, pre_buffer=False, page_checksum_verification=True
+            source,
+            metadata=self.footer.metadata,
+            pre_buffer=False,
+            page_checksum_verification=True,
         )
         columns = None if self.selection.columns is None else list(self.selection.columns)
         return file.read_row_group(self.number, columns=columns, use_threads=False)
 
     def error(self, what: str) -> ShardError:
-        return ShardError(what, shard=self.footer.shard.name, member=f"{self.kind} {self.number}")
+        return ShardError(
+            what, shard=self.footer.shard.name, member=f"{self.kind} {self.number}"
+        )
 
     def _ranges(self) -> Ranges:
         """Return the byte ranges of the columns.
@@ -197,7 +214,8 @@ class RowGroup:
             chunk = stored.column(leaf)
             length = chunk.total_compressed_size
             start = min(
-                chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
+                chunk.dictionary_page_offset or chunk.data_page_offset,
+                chunk.data_page_offset,
             )
             if start < 0 or length < 0 or start + length > size:
                 raise self.error(
@@ -241,7 +259,8 @@ async def read_footer(shard: Footer | Shard) -> Footer:
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + len(_MAGIC) > size:
         raise shard.error(
-            f"corrupt footer: a length of {length - 8} bytes in a file of {size}", size - 8
+            f"corrupt footer: a length of {length - 8} bytes in a file of {size}",
+            size - 8,
         )
     if length > len(tail):
         rest = await shard.read(size - length, size - len(tail))
@@ -268,7 +287,10 @@ class SparseFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = (
+            offset
+            + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        )
         return self._at
 
     def read(self, size: int = -1) -> bytes:

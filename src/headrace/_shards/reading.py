@@ -348,7 +348,10 @@ class ShardReader:
         """
         offset = None if self.codec.compressed else getattr(error, "offset", None)
         head = self._chunks.head
-        return self.codec.taken if offset is None else offset, 0 if head is None else head.size
+        return (
+            self.codec.taken if offset is None else offset,
+            0 if head is None else head.size,
+        )
 
     async def aclose(self) -> None:
         """Stop reading."""

@@ -9,7 +9,13 @@ from typing import Any
 from headrace._ranks.distributed import ReaderShare
 from headrace._shards.reading import BadRecord, PartPosition, ShardReader
 from headrace._streams.epochs import Order
-from headrace._streams.resumable import ORIGINS, Origins, State, StreamOperation, close_all
+from headrace._streams.resumable import (
+    ORIGINS,
+    Origins,
+    State,
+    StreamOperation,
+    close_all,
+)
 from headrace.errors import HeadraceError, StateError
 
 
@@ -98,7 +104,10 @@ class ShardIterator(StreamOperation[Any]):
 
     def _start(self) -> bool:
         in_parallel = self._stream._ahead.shards_in_parallel
-        while len(self._open_ones) < in_parallel and (reader := self._open_next()) is not None:
+        while (
+            len(self._open_ones) < in_parallel
+            and (reader := self._open_next()) is not None
+        ):
             self._open_ones.append(reader)
         self._note_origin()
         return bool(self._open_ones)
@@ -106,7 +115,9 @@ class ShardIterator(StreamOperation[Any]):
     def _note_origin(self) -> None:
         """Note the shards of the next samples."""
         places = [(reader.part, reader.given) for reader in self._open_ones]
-        number = self._before + sum(reader.given - reader.first for reader in self._open_ones)
+        number = self._before + sum(
+            reader.given - reader.first for reader in self._open_ones
+        )
 
         def origin(offset: int) -> str:
             turns, turn = divmod(offset, len(places))
@@ -147,7 +158,10 @@ class ShardIterator(StreamOperation[Any]):
                 self._ahead.append(following)
 
     def _options(self) -> State:
-        return {**self._stream._options(), "reader": [self._reader.index, self._reader.count]}
+        return {
+            **self._stream._options(),
+            "reader": [self._reader.index, self._reader.count],
+        }
 
     def _inner_state(self) -> State:
         open_ones = [reader.state_dict() for reader in self._open_ones]

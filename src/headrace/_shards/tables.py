@@ -89,7 +89,11 @@ class Selection:
         table = table.select(
             [number for number, name in enumerate(table.column_names) if name in names]
         )
-        return table if self.schema is None else table.select(self.schema.names).cast(self.schema)
+        return (
+            table
+            if self.schema is None
+            else table.select(self.schema.names).cast(self.schema)
+        )
 
 
 def as_expression(filters: Any) -> Any:
@@ -107,9 +111,13 @@ def as_expression(filters: Any) -> Any:
                 "an expression of pyarrow.compute, or conditions as [('x', '>', 3)]; "
                 "None for all rows"
             )
-            raise ValueError(f"filters={short_repr(filters)} must be {what}: {error}") from None
+            raise ValueError(
+                f"filters={short_repr(filters)} must be {what}: {error}"
+            ) from None
     if "FieldPath(" in str(filters):
-        raise ValueError(f"filters={filters} must name columns; their numbers change with columns=")
+        raise ValueError(
+            f"filters={filters} must name columns; their numbers change with columns="
+        )
     return filters
 
 
@@ -150,20 +158,23 @@ def passing_rows(table: Any, filters: Any) -> Uint32Array:
     numbers = pyarrow.array(np.arange(len(table), dtype=np.uint32))
     table = table.append_column(_NUMBER, numbers)
     source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table))
-    passing = acero.Declaration("filter", acero.FilterNodeOptions(filters), [source]).to_table(
-        use_threads=False
-    )
+    passing = acero.Declaration(
+        "filter", acero.FilterNodeOptions(filters), [source]
+    ).to_table(use_threads=False)
     found: Uint32Array = passing[_NUMBER].to_numpy()
     return found
 
 
 def filter_columns(files: Sequence[TableFile], filters: Any) -> list[Selection]:
     """Return the columns of each file that an expression needs."""
-    return _select_all(files, lambda file, there: _columns_of(filters, there, file.shard.name))
+    return _select_all(
+        files, lambda file, there: _columns_of(filters, there, file.shard.name)
+    )
 
 
 def _select_all(
-    files: Sequence[TableFile], columns_of: Callable[[TableFile, Any], Sequence[str] | None]
+    files: Sequence[TableFile],
+    columns_of: Callable[[TableFile, Any], Sequence[str] | None],
 ) -> list[Selection]:
     """Return the selection of each file.
 
@@ -175,14 +186,20 @@ def _select_all(
 
     made: dict[Any, Selection] = {}
     found: list[Selection] = []
-    for file, values in zip(files, _hive_values([file.shard.key for file in files]), strict=True):
-        added = {name: value for name, value in values.items() if name not in file.schema.names}
+    for file, values in zip(
+        files, _hive_values([file.shard.key for file in files]), strict=True
+    ):
+        added = {
+            name: value for name, value in values.items() if name not in file.schema.names
+        }
         fields = [pyarrow.field(name, value.type) for name, value in added.items()]
         there = pyarrow.schema([*file.schema, *fields])
         if there not in made:
             made[there] = _select(file, there, added, columns_of(file, there))
         selection = made[there]
-        found.append(replace(selection, added={name: added[name] for name in selection.added}))
+        found.append(
+            replace(selection, added={name: added[name] for name in selection.added})
+        )
     return found
 
 
@@ -281,9 +298,15 @@ def _unify(one: Any, other: Any) -> Any:
         kinds = [field.type for field in fields]
         plain = not (any(map(is_null, kinds)) or all(map(is_dictionary, kinds)))
         for schema, field in zip(schemas, fields, strict=True):
-            kind = field.type.value_type if plain and is_dictionary(field.type) else field.type
+            kind = (
+                field.type.value_type
+                if plain and is_dictionary(field.type)
+                else field.type
+            )
             schema.append(field.with_type(kind))
-    return pyarrow.unify_schemas([*map(pyarrow.schema, schemas)], promote_options="permissive")
+    return pyarrow.unify_schemas(
+        [*map(pyarrow.schema, schemas)], promote_options="permissive"
+    )
 
 
 def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -302,7 +325,8 @@ def _hive_values(keys: Sequence[str]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(chain.from_iterable(parts)):
         texts = [each.get(name, _HIVE_NULL) for each in parts]
         column = pyarrow.array(
-            [None if text == _HIVE_NULL else unquote(text) for text in texts], pyarrow.string()
+            [None if text == _HIVE_NULL else unquote(text) for text in texts],
+            pyarrow.string(),
         )
         if column.null_count < len(column):
             with contextlib.suppress(pyarrow.ArrowInvalid):  # not all are integers

@@ -129,9 +129,14 @@ class TarSamples(Decoder):
                 self._others += 1
             else:
                 stem, field = split or (found.name, "")
-                name, key = (text.encode("utf-8", "surrogateescape") for text in (found.name, stem))
+                name, key = (
+                    text.encode("utf-8", "surrogateescape") for text in (found.name, stem)
+                )
                 begins = key != self._key
-                if begins and (sample := self._begin(key, name, found.offset)) is not None:
+                if (
+                    begins
+                    and (sample := self._begin(key, name, found.offset)) is not None
+                ):
                     yield sample
                 if field in self._contents:
                     what = f"sample {_text(key)!r} has field {field!r} twice"
@@ -250,13 +255,17 @@ class TarSamples(Decoder):
             raise self._error("corrupt tar: a header has no valid size", offset)
         if kind in _EXTENSION:
             if size > EXTENSION_LIMIT:
-                what = f"an extended header of {size} bytes is more than {EXTENSION_LIMIT}"
+                what = (
+                    f"an extended header of {size} bytes is more than {EXTENSION_LIMIT}"
+                )
                 raise self._error(f"corrupt tar: {what}", offset)
             return Member("", kind, offset, size, wanted=True)
         raw_name = raw_name.split(b"\0", 1)[0]
         if magic == b"ustar\0" and prefix[0]:
             raw_name = prefix.split(b"\0", 1)[0] + b"/" + raw_name
-        is_sparse = kind == b"S" or any(keyword.startswith(b"GNU.sparse") for keyword in self._pax)
+        is_sparse = kind == b"S" or any(
+            keyword.startswith(b"GNU.sparse") for keyword in self._pax
+        )
         name, size = self._apply_extensions(raw_name, size, offset)
         if kind in (b"0", b"\0") and name.endswith("/"):
             kind = b"5"
@@ -267,7 +276,9 @@ class TarSamples(Decoder):
             if is_sparse:
                 raise self._error("corrupt tar: sparse files are not read", offset, name)
             if kind in _NO_FILE:
-                safe_name(name.rstrip("/") if kind != b"V" else "label", self._shard, offset)
+                safe_name(
+                    name.rstrip("/") if kind != b"V" else "label", self._shard, offset
+                )
                 return Member(name, b"5", offset, size, wanted=False)
             if kind not in _FILE:
                 raise self._error(f"corrupt tar: type {kind!r} is not read", offset, name)
@@ -302,7 +313,11 @@ class TarSamples(Decoder):
         while position < len(data) and data[position]:
             match = _PAX_RECORD.match(data, position)
             end = position + int(match[1]) if match else 0
-            if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+            if (
+                match is None
+                or not match.end() < end <= len(data)
+                or data[end - 1 : end] != b"\n"
+            ):
                 raise self._error("corrupt tar: an extended header is invalid", offset)
             records[match[2]] = data[match.end() : end - 1]
             position = end
@@ -315,7 +330,9 @@ class TarSamples(Decoder):
         name = pax.get(b"path", name)
         if b"size" in pax:
             if not pax[b"size"].isdigit() or len(pax[b"size"]) > 20:
-                raise self._error("corrupt tar: an extended header has no valid size", offset)
+                raise self._error(
+                    "corrupt tar: an extended header has no valid size", offset
+                )
             size = int(pax[b"size"])
         return name.decode("utf-8", "surrogateescape"), size
 
@@ -334,7 +351,9 @@ class TarSamples(Decoder):
         offset, end = self._offset, begin + len(view)
         while (data_offset := offset + TAR_BLOCK) <= end:
             position, start = offset - begin, data_offset - begin
-            name, digits, size_end, checksum, kind, prefix = _PLAIN.unpack_from(view, position)
+            name, digits, size_end, checksum, kind, prefix = _PLAIN.unpack_from(
+                view, position
+            )
             if (
                 kind != b"0"
                 or prefix != b"\0"
@@ -376,7 +395,9 @@ class TarSamples(Decoder):
 
     def _is_wanted(self, name: str) -> bool:
         split = split_name(name)
-        return split is not None and (self._selected is None or split[1] in self._selected)
+        return split is not None and (
+            self._selected is None or split[1] in self._selected
+        )
 
     def _begin(self, key: bytes, name: bytes, offset: int) -> Any:
         """Begin a sample with a member; return the sample before."""
@@ -402,12 +423,18 @@ class TarSamples(Decoder):
             extra = contents.keys() - required if self._exact else frozenset[str]()
             if missing or extra:
                 listed = ", ".join(sorted(map(repr, missing or extra)))
-                what = f"lacks {listed}" if missing else f"has {listed}, which earlier samples lack"
+                what = (
+                    f"lacks {listed}"
+                    if missing
+                    else f"has {listed}, which earlier samples lack"
+                )
                 if self._exact:
                     what += "; if that is intended, give fields=[...] or uniform=False"
                 return BadRecord(self._error(f"sample {key!r} {what}", *self._latest))
             contents = {
-                field: content for field, content in contents.items() if content is not None
+                field: content
+                for field, content in contents.items()
+                if content is not None
             }
         return {"__key__": key, "__url__": self._shard, **contents}
 
@@ -420,7 +447,9 @@ class TarSamples(Decoder):
     ) -> ShardError:
         """Return an error at a place; by default at the next byte."""
         where = self._offset if offset is None else offset
-        return kind(what, shard=self._shard, member=_text(member or self._last), offset=where)
+        return kind(
+            what, shard=self._shard, member=_text(member or self._last), offset=where
+        )
 
 
 def safe_name(name: str, shard: str, offset: int) -> str:

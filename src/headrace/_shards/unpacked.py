@@ -23,7 +23,13 @@ from headrace.errors import ShardError
 
 UNPACKED_BYTES = 256 << 20
 _MOST_RATIO = 100  # maximum ratio of unpacked to stored bytes, above `UNPACKED_BYTES`
-FORMATS = {"br": "brotli", "bz2": "bzip2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}
+FORMATS = {
+    "br": "brotli",
+    "bz2": "bzip2",
+    "gz": "gzip",
+    "snappy": "snappy",
+    "zstd": "zstd",
+}
 """Names of compressions in indices, and names of the modules of cramjam."""
 
 
@@ -51,7 +57,9 @@ def check_unpacked(size: int, stored: int, largest: int = 0) -> None:
         )
 
 
-def unpack(data: memoryview, format: str, size: int, shard: Shard, largest: int) -> ByteArray:
+def unpack(
+    data: memoryview, format: str, size: int, shard: Shard, largest: int
+) -> ByteArray:
     """Unpack bytes to `size` bytes, the size in an index.
 
     Raises:
@@ -79,7 +87,9 @@ class UnpackedShards:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._in_use: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+        self._in_use: weakref.WeakValueDictionary[Hashable, Any] = (
+            weakref.WeakValueDictionary()
+        )
         self._latest: OrderedDict[Hashable, Any] = OrderedDict()
         self._latest_bytes = 0
         self._lock = threading.Lock()  # guards the arrays: event loops share the cache
@@ -93,7 +103,9 @@ class UnpackedShards:
     def peek(self, key: Hashable) -> Any:
         return self._in_use.get(key)
 
-    async def get(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def get(
+        self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
         """Return the result of `load`, called once for all waiting callers.
 
         Corrupt data may have been damaged in transit: `load` runs a second time, and then never

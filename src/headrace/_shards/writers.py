@@ -52,7 +52,9 @@ class ShardWriter(ABC):
             try:
                 self._add(sample, number)
             except _UNFIT as error:
-                raise TypeError(f"sample {number} does not fit this format: {error}") from error
+                raise TypeError(
+                    f"sample {number} does not fit this format: {error}"
+                ) from error
             self.samples += 1
 
     @abstractmethod
@@ -167,10 +169,14 @@ class ParquetShardWriter(ShardWriter):
         table = samples if is_table(samples) else _table(samples, self.schema)
         schema = self.schema or table.schema
         if others := {*table.column_names} - {*schema.names}:
-            raise ValueError(f"columns {sorted(others)}, but {schema.names} in the schema")
+            raise ValueError(
+                f"columns {sorted(others)}, but {schema.names} in the schema"
+            )
         if self._inferred:
             # A cast would leave out fields of structs, and turn numbers into strings.
-            unified = pyarrow.unify_schemas([schema, table.schema], promote_options="permissive")
+            unified = pyarrow.unify_schemas(
+                [schema, table.schema], promote_options="permissive"
+            )
             if unified != schema:
                 text = f"{table.schema}, but {schema} in other samples: give schema="
                 raise ValueError(text.replace("\n", ", "))
@@ -182,7 +188,10 @@ class ParquetShardWriter(ShardWriter):
         if self._tables:
             # Names within nested columns stay those of the schema.
             self._writer = self._writer or self._parquet.ParquetWriter(
-                self._file, self.schema, write_page_checksum=True, use_compliant_nested_type=False
+                self._file,
+                self.schema,
+                write_page_checksum=True,
+                use_compliant_nested_type=False,
             )
             self._writer.write_table(pyarrow.concat_tables(self._tables))
         self._tables = []
@@ -219,8 +228,12 @@ def _array(values: list[Any], kind: Any) -> Any:
         array = pyarrow.array(values, kind)
     found = array.to_pylist() if "[us" in str(array.type) else values
     pairs = zip(found, values, strict=True)
-    if found is not values and any(one is not None and one != value for one, value in pairs):
-        raise ValueError("values need more than microseconds, or mix time zones with none")
+    if found is not values and any(
+        one is not None and one != value for one, value in pairs
+    ):
+        raise ValueError(
+            "values need more than microseconds, or mix time zones with none"
+        )
     return array
 
 
@@ -255,5 +268,7 @@ class TokenWriter(ShardWriter):
         pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
         documents = np.arange(len(lengths) + 1, dtype="<i8")
         code = {"uint16": 8, "int32": 4}[self._dtype.name]
-        head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+        head = struct.pack(
+            "<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents)
+        )
         return bytes(head + lengths.tobytes() + pointers.tobytes() + documents.tobytes())

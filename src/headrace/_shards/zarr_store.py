@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    SuffixByteRequest,
+)
 from zarr.core.array import AsyncArray
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.errors import ArrayNotFoundError, NodeTypeValidationError
@@ -57,13 +62,17 @@ def check_chunk(codec: str, data: memoryview, largest: int, shard: str) -> None:
         size = int.from_bytes(data[4:8], "little")
         # Blosc does not know the size of its input, and would read beyond the end.
         if len(data) != int.from_bytes(data[12:16], "little"):
-            raise TruncatedShardError("this Blosc chunk is truncated, or corrupt", shard=shard)
+            raise TruncatedShardError(
+                "this Blosc chunk is truncated, or corrupt", shard=shard
+            )
     elif codec.startswith("LZ4"):
         size = int.from_bytes(data[:4], "little")
     elif codec.startswith("Zstd") and len(data) > 5:
         flags = data[4]  # header of a frame, RFC 8878
         begin = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
-        size = int.from_bytes(data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little")
+        size = int.from_bytes(
+            data[begin : begin + (flags >> 5 & 1, 2, 4, 8)[flags >> 6]], "little"
+        )
     check_unpacked(size, len(data), largest)
 
 
@@ -78,7 +87,11 @@ class ReadStore(ObjectStore[Any]):
     """
 
     def __init__(
-        self, source: Store, must_exist: bool, reads: UnpackedShards, packed: _Packed | None = None
+        self,
+        source: Store,
+        must_exist: bool,
+        reads: UnpackedShards,
+        packed: _Packed | None = None,
     ) -> None:
         self._source, self._must_exist, self._shared = source, must_exist, reads
         self.packed: _Packed = packed or {}
@@ -149,7 +162,9 @@ async def open_array(
     with shard_errors("zarr.json, or .zarray, is not of a Zarr array", where):
         try:
             try:  # a store that may not be listed answers 403 for missing keys
-                array = await AsyncArray.open(await StorePath.open(store, path), zarr_format=3)
+                array = await AsyncArray.open(
+                    await StorePath.open(store, path), zarr_format=3
+                )
             except ArrayNotFoundError:
                 array = await AsyncArray.open(StorePath(store, path), zarr_format=2)
         except (ArrayNotFoundError, NodeTypeValidationError):
@@ -158,7 +173,10 @@ async def open_array(
                 "name arrays=[...] of it"
             )
             raise ObjectNotFoundError(what, url=where) from None
-        across = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+        across = [
+            -(-size // chunk)
+            for size, chunk in zip(array.shape, array.chunks, strict=True)
+        ]
         nbytes = len(range(array.nbytes))  # a shape of 10**30 is an error
         metadata: Any = array.metadata
         if metadata.zarr_format == 3:
@@ -167,7 +185,8 @@ async def open_array(
             codecs = (metadata.compressor, *(metadata.filters or ()))
     if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
         raise ShardError(
-            "this array is pickled, and unpickling would run its code; write it again", shard=where
+            "this array is pickled, and unpickling would run its code; write it again",
+            shard=where,
         )
     if isinstance(store, ReadStore):
         size = math.prod(array.chunks) * getattr(array.dtype, "itemsize", 0)
@@ -195,6 +214,7 @@ async def open_array(
         )
     if applied := sorted({"scale_factor", "add_offset"} & {*array.attrs}):
         warnings.warn(
-            f"{where} has {' and '.join(applied)}: samples are the values before them", stacklevel=2
+            f"{where} has {' and '.join(applied)}: samples are the values before them",
+            stacklevel=2,
         )
     return array

@@ -100,12 +100,18 @@ class RetryGate:
         cause, most = failure.cause, tries.policy.max_attempts
         renew = cause is Cause.EXPIRED and not tries.renewed
         never_answered = not self.successes and failure.status is None
-        if cause in _DOUBTFUL or (never_answered and cause.error is StoreUnreachableError):
+        if cause in _DOUBTFUL or (
+            never_answered and cause.error is StoreUnreachableError
+        ):
             most = min(most, DOUBTFUL_ATTEMPTS)
         if tries.attempts >= most or not (cause.transient or renew):
             return False
         tries.renewed = tries.renewed or renew
-        wait = 0.0 if renew else _dice.random() * tries.policy.max_backoff_after(tries.attempts)
+        wait = (
+            0.0
+            if renew
+            else _dice.random() * tries.policy.max_backoff_after(tries.attempts)
+        )
         if not tries.within(wait):
             return False
         await asyncio.sleep(wait)

@@ -73,9 +73,13 @@ class DiskCache:
     and not cached, with one warning in each process.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], max_bytes: int | None = None
+    ) -> None:
         if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes={max_bytes} must be at least 1, or None for no bound")
+            raise ValueError(
+                f"max_bytes={max_bytes} must be at least 1, or None for no bound"
+            )
         self._arguments = os.path.abspath(os.path.expanduser(folder)), max_bytes
         self.folder = self._arguments[0]
         self._limit = max_bytes or math.inf
@@ -146,7 +150,10 @@ class DiskCache:
         connection.executemany(_DELETE, [[name] for name in names])
 
     def _write(
-        self, connection: sqlite3.Connection, names: Sequence[bytes], views: Sequence[memoryview]
+        self,
+        connection: sqlite3.Connection,
+        names: Sequence[bytes],
+        views: Sequence[memoryview],
     ) -> None:
         largest = min(LARGEST, self._limit / 2)
         rows = [
@@ -161,7 +168,9 @@ class DiskCache:
             if self._make_room(connection, nbytes):
                 connection.executemany(_INSERT, rows)
         if os.path.getsize(f"{self._path}-wal") > LOG_LIMIT:
-            (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            (is_busy, *_) = connection.execute(
+                "PRAGMA wal_checkpoint(TRUNCATE)"
+            ).fetchone()
             if is_busy:  # a process was stopped while it read, for example
                 self._pause()
 
@@ -226,7 +235,9 @@ class DiskCache:
             self._pause()
         if code != sqlite3.SQLITE_BUSY and not self._warned:
             self._warned = True
-            message = f"the disk cache in {self.folder} failed; samples are fetched: {error}"
+            message = (
+                f"the disk cache in {self.folder} failed; samples are fetched: {error}"
+            )
             with suppress(Warning):  # a warnings filter "error" must not cost the sample
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
 

@@ -88,7 +88,12 @@ class Cause(enum.Enum):
         error: type[StoreError] = StoreError,
         remedy: str = "",
     ) -> None:
-        self.text, self.transient, self.error, self.remedy = text, transient, error, remedy
+        self.text, self.transient, self.error, self.remedy = (
+            text,
+            transient,
+            error,
+            remedy,
+        )
 
     THROTTLED = "throttled (HTTP 429 or 503)", True
     SERVER = "the store failed", True
@@ -104,7 +109,9 @@ class Cause(enum.Enum):
         "Check endpoint, port and region; http:// (which allow_http=False forbids) or https://; "
         "and for a certificate of a private authority the option root_certificate",
     )
-    ENDLESS = ("the listing has no end: the server repeats a continuation token, and so this key",)
+    ENDLESS = (
+        "the listing has no end: the server repeats a continuation token, and so this key",
+    )
     CUT = "the body was cut short", True
     WRONG_RANGE = "the store sent another range than requested", True
     WRONG_LENGTH = (
@@ -215,7 +222,9 @@ def classify_error(error: BaseException) -> RequestFailure:
         return RequestFailure(Cause.WRONG_RANGE)
     if _TRANSPORT.search(text) is not None or isinstance(error, ConnectionError):
         failed = _transport_cause(text, dump)
-        return RequestFailure(failed, detail="" if failed is Cause.REDIRECTED else _innermost(dump))
+        return RequestFailure(
+            failed, detail="" if failed is Cause.REDIRECTED else _innermost(dump)
+        )
     return RequestFailure(Cause.OTHER)
 
 

@@ -87,7 +87,8 @@ def check_bytes(data: memoryview, length: int, checksum: str | None = None) -> N
     """Raise `RequestFailure` if `data` has another length or checksum."""
     if len(data) != length:
         raise RequestFailure(
-            Cause.WRONG_LENGTH, detail=f"{len(data)} bytes came, and {length} were expected"
+            Cause.WRONG_LENGTH,
+            detail=f"{len(data)} bytes came, and {length} were expected",
         )
     if checksum is not None and not matches(data, checksum):
         raise RequestFailure(Cause.DAMAGED)

@@ -83,7 +83,9 @@ class StringArray(Sequence[str]):
         position = range(len(offsets) - 1)[index]
         if isinstance(position, range):
             return tuple(map(self.__getitem__, position))
-        return str(self._text[offsets[position] : offsets[position + 1]], "utf-8", _ERRORS)
+        return str(
+            self._text[offsets[position] : offsets[position + 1]], "utf-8", _ERRORS
+        )
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StringArray | tuple):
@@ -92,9 +94,8 @@ class StringArray(Sequence[str]):
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
-        return (
-            f"{type(self).__name__}([{shown}{', …' if len(self) > 3 else ''}], {len(self)} in all)"
-        )
+        more = ", …" if len(self) > 3 else ""
+        return f"{type(self).__name__}([{shown}{more}], {len(self)} in all)"
 
 
 def _from_buffers(text: bytes | memoryview, offsets: bytes | memoryview) -> StringArray:
@@ -124,7 +125,9 @@ def _join_pages(pages: Iterable[Catalog], url: str) -> Catalog:
         etags.extend(page.etags or ())
     if not all(sizes) or any(map(operator.ge, keys, islice(keys, 1, None))):
         order = _positions(keys, [*zip(sizes, etags, strict=True)], url)
-        keys, etags = (StringArray(map(column.__getitem__, order)) for column in (keys, etags))
+        keys, etags = (
+            StringArray(map(column.__getitem__, order)) for column in (keys, etags)
+        )
         sizes = array("q", map(sizes.__getitem__, order))
     return Catalog(keys, sizes, etags if any(etags) else None)
 
@@ -151,10 +154,13 @@ def _positions(
         elif version[0]:
             why = "keys differ by a slash at an end, or one was overwritten meanwhile"
             raise StoreError(
-                f"two objects are listed as {key!r}: {why}. Rename it, or list again", url=url
+                f"two objects are listed as {key!r}: {why}. Rename it, or list again",
+                url=url,
             )
     found = sorted(last)
-    return [last[key] for key in found if versions[last[key]][0] or not _is_folder(found, key)]
+    return [
+        last[key] for key in found if versions[last[key]][0] or not _is_folder(found, key)
+    ]
 
 
 def _is_folder(keys: Sequence[str], key: str) -> bool:
@@ -267,7 +273,10 @@ def compact(labels: Iterable[Any]) -> Sequence[object]:
     the same object.
     """
     interned: dict[str, str] = {}
-    row = [interned.setdefault(label, label) if type(label) is str else label for label in labels]
+    row = [
+        interned.setdefault(label, label) if type(label) is str else label
+        for label in labels
+    ]
     kinds = set(map(type, row))
     if kinds == {int}:
         try:
@@ -288,7 +297,9 @@ async def list_objects(store: Store, suffix: str | tuple[str, ...] | None) -> Ca
     """
 
     def take(page: Sequence[ObjectMeta]) -> Catalog:
-        entries = [each for each in page if suffix is None or each["path"].endswith(suffix)]
+        entries = [
+            each for each in page if suffix is None or each["path"].endswith(suffix)
+        ]
         return Catalog(
             StringArray([entry["path"] for entry in entries]),
             array("q", [min(entry["size"], LARGEST) for entry in entries]),

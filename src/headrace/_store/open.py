@@ -27,7 +27,12 @@ from obstore.store import (
 )
 
 from headrace._extras import require
-from headrace._store.errors import ALLOW_REDIRECTS, BLACKHOLE_PROXY, PROFILE, describe_error
+from headrace._store.errors import (
+    ALLOW_REDIRECTS,
+    BLACKHOLE_PROXY,
+    PROFILE,
+    describe_error,
+)
 from headrace._store.redaction import is_secret, redact_url, secrets_in
 from headrace.errors import ObjectNotFoundError
 
@@ -113,13 +118,17 @@ _OTHER = StoreTraits((), object, bucket=False)
 def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     """Return the traits of a store, by backend or by URL."""
     if backend is not None:
-        return next((traits for traits in TRAITS if isinstance(backend, traits.backend)), _OTHER)
+        return next(
+            (traits for traits in TRAITS if isinstance(backend, traits.backend)), _OTHER
+        )
     parts = urlsplit(url)
     if parts.scheme == "https" and (cloud := _CLOUD_HOST.fullmatch(parts.hostname or "")):
         return replace(_BY_SCHEME["s3" if cloud[1] else "az"], bucket=False, quoted=True)
     traits = _BY_SCHEME.get(parts.scheme, _OTHER)
     return (
-        replace(traits, commit=True) if traits.web_server and _COMMIT.search(parts.path) else traits
+        replace(traits, commit=True)
+        if traits.web_server and _COMMIT.search(parts.path)
+        else traits
     )
 
 
@@ -175,7 +184,8 @@ class StoreOptions:
         """True if options or environment say everything about credentials."""
         values = map(self.get, self.traits.credential_options)
         return any(
-            value is not None and str(value).lower() not in ("", "0", "false", "no", "off")
+            value is not None
+            and str(value).lower() not in ("", "0", "false", "no", "off")
             for value in values
         )
 
@@ -203,7 +213,12 @@ class StoreOptions:
         """
         host = urlsplit(self.endpoint or "").hostname
         single = self.traits.web_server or self.get(PROFILE) or self.settle_credentials
-        if host is None or not single or self.others.get(ALLOW_REDIRECTS) or self.use_proxy:
+        if (
+            host is None
+            or not single
+            or self.others.get(ALLOW_REDIRECTS)
+            or self.use_proxy
+        ):
             return {}
         return {"proxy_url": f"http://{BLACKHOLE_PROXY}", "proxy_excludes": host}
 
@@ -215,7 +230,9 @@ def nested_options(options: Options, name: str) -> Options:
     """
     given = options.get(name) or {}
     if not isinstance(given, Mapping):
-        raise TypeError(f"{name} of a store must be a mapping, but got a {type(given).__name__}")
+        raise TypeError(
+            f"{name} of a store must be a mapping, but got a {type(given).__name__}"
+        )
     return given
 
 
@@ -264,7 +281,10 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
             # The client has no option against redirects. But the client follows no redirect from a
             # URL with a query that RFC 3986 forbids. Servers ignore the query (docs/design/0010).
             place = f"{place}{'&' if '?' in place else '?'}["
-        chosen["retry_config"] = {"max_retries": 0, **nested_options(chosen, "retry_config")}
+        chosen["retry_config"] = {
+            "max_retries": 0,
+            **nested_options(chosen, "retry_config"),
+        }
         profile = settings.get(PROFILE)  # or AWS_PROFILE
         if (
             traits.prefix == "aws_"
@@ -277,7 +297,9 @@ def open_store(url: str, options: Options, *, timeout: float) -> ObjectStore:
     except (BaseError, ValueError, TypeError) as error:
         cause, safe = describe_error(error, secrets_in(options)), redact_url(url)
         if "Unable to canonicalize filesystem root" in cause:
-            failure: Exception = ObjectNotFoundError("there is no such directory", url=safe)
+            failure: Exception = ObjectNotFoundError(
+                "there is no such directory", url=safe
+            )
         else:
             if url.startswith("hf://"):
                 cause = (
@@ -326,12 +348,15 @@ def store_id(url: str, options: Options, store: ObjectStore | None) -> str | Non
     given: Options = settings.others
     client: Options = settings.client
     if store is not None:
-        names = {name: redact_url(str(getattr(store, name, ""))) for name in ("url", "prefix")}
+        names = {
+            name: redact_url(str(getattr(store, name, ""))) for name in ("url", "prefix")
+        }
         given = {**(getattr(store, "config", None) or {}), **names}
         client = getattr(store, "client_options", None) or {}
         where += f" {type(store).__name__}"
     headers = {
-        name.lower(): value for name, value in nested_options(client, "default_headers").items()
+        name.lower(): value
+        for name, value in nested_options(client, "default_headers").items()
     }
     said = [
         (name, value.decode("latin-1") if isinstance(value, bytes) else str(value))
@@ -340,6 +365,8 @@ def store_id(url: str, options: Options, store: ObjectStore | None) -> str | Non
     ]
     if traits.prefix:
         place = re.compile(traits.prefix + _PLACES, re.IGNORECASE)
-        said.extend((name, value) for name, value in os.environ.items() if place.fullmatch(name))
+        said.extend(
+            (name, value) for name, value in os.environ.items() if place.fullmatch(name)
+        )
     digest = hashlib.sha256(ascii(sorted(said)).encode()).hexdigest()
     return f"{where} {digest[:32]}" if said else where

@@ -50,7 +50,9 @@ class Ranges(NamedTuple):
 
     def at(self, positions: IntArray) -> Ranges:
         """Return the ranges at `positions`."""
-        return Ranges(self.objects[positions], self.starts[positions], self.stops[positions])
+        return Ranges(
+            self.objects[positions], self.starts[positions], self.stops[positions]
+        )
 
     def check(self, count: int) -> None:
         """Check the number of ranges and the bounds of each range.
@@ -65,7 +67,9 @@ class Ranges(NamedTuple):
                 f"{len(self.stops)} stops"
             )
         if ((self.starts < 0) | (self.stops < self.starts)).any():
-            raise ValueError("a range must not begin before 0, or end before its beginning")
+            raise ValueError(
+                "a range must not begin before 0, or end before its beginning"
+            )
 
 
 class Span(NamedTuple):
@@ -103,7 +107,11 @@ def plan_spans(
     order = np.argsort(begins, kind="stable")
     reach = np.maximum.accumulate((places * apart + ranges.stops[wanted])[order])
     begins, members = begins[order], wanted[order]
-    borders = [0, *(np.flatnonzero(begins[1:] - reach[:-1] > gap) + 1).tolist(), len(order)]
+    borders = [
+        0,
+        *(np.flatnonzero(begins[1:] - reach[:-1] > gap) + 1).tolist(),
+        len(order),
+    ]
     spans: list[Span] = []
     for first, end in itertools.pairwise(borders):
         while first < end:

@@ -93,7 +93,9 @@ def secrets_in(options: Mapping[str, object]) -> tuple[str, ...]:
     two characters are left out: masking so short values would only garble the surrounding text.
     """
     values = {*_secrets(options, named=False)}
-    parts = {part for value in values for part in re.split(r"[\s;=&]+", value) if len(part) > 6}
+    parts = {
+        part for value in values for part in re.split(r"[\s;=&]+", value) if len(part) > 6
+    }
     return tuple(values | parts)
 
 
@@ -106,5 +108,10 @@ def _secrets(value: object, *, named: bool) -> Iterable[str]:
             yield from _secrets(inner, named=named)
     elif isinstance(value, bytes):
         yield from _secrets(value.decode("latin-1"), named=named)
-    elif named and isinstance(value, str) and len(value) > 2 and value.lower() not in _TOO_COMMON:
+    elif (
+        named
+        and isinstance(value, str)
+        and len(value) > 2
+        and value.lower() not in _TOO_COMMON
+    ):
         yield value

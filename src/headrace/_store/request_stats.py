@@ -128,7 +128,9 @@ class BodyReader:
         The future gives None if the thread is late: the caller then reads the body.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="headrace-bodies", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="headrace-bodies", daemon=True
+            )
             self._thread.start()
         future: _Body = self._loop.create_future()
         self._queue.put((future, result))
@@ -155,7 +157,9 @@ class BodyReader:
             self._give_back()
         self._due = min(self._queued, self._read + ENOUGH)
         self._timer = (
-            self._loop.call_later(PATIENCE, self._check) if self._read < self._due else None
+            self._loop.call_later(PATIENCE, self._check)
+            if self._read < self._due
+            else None
         )
 
     def _give_back(self) -> None:

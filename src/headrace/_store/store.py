@@ -41,13 +41,31 @@ from headrace._store.errors import (
     describe_error,
     failure_of,
 )
-from headrace._store.head import Head, InitialRead, check_bytes, check_version, matches, strong
-from headrace._store.open import StoreTraits, check_shared, open_store, store_id, traits_of
+from headrace._store.head import (
+    Head,
+    InitialRead,
+    check_bytes,
+    check_version,
+    matches,
+    strong,
+)
+from headrace._store.open import (
+    StoreTraits,
+    check_shared,
+    open_store,
+    store_id,
+    traits_of,
+)
 from headrace._store.ranges import map_all
 from headrace._store.redaction import redact_text, redact_url, secrets_in, url_of
 from headrace._store.request_stats import RequestStats, session_stats
 from headrace._store.retry_policy import RetryPolicy, as_policy
-from headrace.errors import ForkedError, NotPicklableError, StoreError, StoreUnreachableError
+from headrace.errors import (
+    ForkedError,
+    NotPicklableError,
+    StoreError,
+    StoreUnreachableError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,9 +191,13 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.traits.shared:
-            remedy = "Use a directory or another store to take a dataset to other processes."
+            remedy = (
+                "Use a directory or another store to take a dataset to other processes."
+            )
             raise NotPicklableError(
-                what=repr(self), reason="its store is the memory of this process", remedy=remedy
+                what=repr(self),
+                reason="its store is the memory of this process",
+                remedy=remedy,
             )
         opened = partial(
             type(self),
@@ -274,11 +296,17 @@ class Store:
         return session_stats.get(self._own_stats)
 
     def _tries(
-        self, doing: str, key: str | None = None, index: object = None, whole: Tries | None = None
+        self,
+        doing: str,
+        key: str | None = None,
+        index: object = None,
+        whole: Tries | None = None,
     ) -> Tries:
         return Tries(self.stats.retry or self._retry, doing, key, index, whole=whole)
 
-    async def _attempt(self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries) -> T:
+    async def _attempt(
+        self, request: Callable[[ObjectStore], Awaitable[T]], tries: Tries
+    ) -> T:
         """Make a request, with retries."""
         while True:
             store = self.backend()
@@ -332,9 +360,13 @@ class Store:
             remedy = HUB_REMEDY
         elif cause is Cause.NOT_FOUND and self.traits.bucket:
             remedy = IN_BUCKET
-        doing = tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
+        doing = (
+            tries.doing if tries.index is None else f"{tries.doing} (index {tries.index})"
+        )
         message = ": ".join(
-            filter(None, (doing, cause.text, redact_text(failure.detail, secrets), answer))
+            filter(
+                None, (doing, cause.text, redact_text(failure.detail, secrets), answer)
+            )
         )
         return kind(
             f"{message}. {remedy}" if remedy else message,
@@ -377,7 +409,9 @@ class Store:
         """
         if stop <= start:
             return _NOTHING
-        wanted = _Range(key, start, stop, index, head if self.if_match else None, checksum)
+        wanted = _Range(
+            key, start, stop, index, head if self.if_match else None, checksum
+        )
         if stop - start > LARGE and not self._ranges_ignored:
             return await self._read_parts(wanted)
         return await self._read(wanted, None)
@@ -388,7 +422,11 @@ class Store:
         `whole` has the deadline of the object if the range is a part of a longer read.
         """
         doing = f"reading bytes {wanted.start} to {wanted.stop} of {wanted.key!r}"
-        if not wanted.start and wanted.head is not None and wanted.stop == wanted.head.size:
+        if (
+            not wanted.start
+            and wanted.head is not None
+            and wanted.stop == wanted.head.size
+        ):
             doing = f"reading object {wanted.key!r}"
         tries = self._tries(doing, wanted.key, wanted.sample, whole)
         data, _ = await self._attempt(partial(self._get, wanted, False), tries)
@@ -411,7 +449,9 @@ class Store:
         tag = None if known is None else strong(known.etag)
         if known is None and not (initial or whole):
             try:
-                data = memoryview(await get_range_async(store, key, start=start, end=stop))
+                data = memoryview(
+                    await get_range_async(store, key, start=start, end=stop)
+                )
             except NATIVE_ERRORS as error:
                 if classify_error(error).cause is not Cause.RANGE_IGNORED:
                     raise
@@ -463,9 +503,15 @@ class Store:
         else:
             bodies = stats.bodies
             data = memoryview(
-                await (result.bytes_async() if bodies is None else bodies.read(result, length))
+                await (
+                    result.bytes_async()
+                    if bodies is None
+                    else bodies.read(result, length)
+                )
             )
-        check_bytes(data, length, None if initial and length < meta["size"] else wanted.checksum)
+        check_bytes(
+            data, length, None if initial and length < meta["size"] else wanted.checksum
+        )
         return data, meta
 
     async def _take_whole(self, answer: GetResult) -> memoryview:
@@ -490,7 +536,9 @@ class Store:
         check_bytes(data, size)
         return data
 
-    async def _read_parts(self, wanted: _Range, first: memoryview = _NOTHING) -> memoryview:
+    async def _read_parts(
+        self, wanted: _Range, first: memoryview = _NOTHING
+    ) -> memoryview:
         """Read a long range in parallel parts.
 
         A single connection rarely saturates a network. `first` has the first bytes of the range, if
@@ -560,7 +608,9 @@ class Store:
         doing = f"reading object {key!r}"
         return await self._read_initial(_Range(key, 0, stop), doing)
 
-    async def read_end(self, key: str, length: int, *, head: Head | None = None) -> InitialRead:
+    async def read_end(
+        self, key: str, length: int, *, head: Head | None = None
+    ) -> InitialRead:
         """Read the last `length` bytes of an object.
 
         Returns all bytes of a shorter object. `head` is the metadata of the object, if known.
@@ -577,10 +627,14 @@ class Store:
 
     async def _read_initial(self, wanted: _Range, doing: str) -> InitialRead:
         request = partial(self._get, wanted, True)
-        data, meta = await self._attempt(request, self._tries(doing, wanted.key, wanted.sample))
+        data, meta = await self._attempt(
+            request, self._tries(doing, wanted.key, wanted.sample)
+        )
         return InitialRead(data, Head.of(wanted.key, meta))
 
-    async def pages(self, prefix: str | None = None) -> AsyncGenerator[Sequence[ObjectMeta], None]:
+    async def pages(
+        self, prefix: str | None = None
+    ) -> AsyncGenerator[Sequence[ObjectMeta], None]:
         """List the store, a page at a time.
 
         If a page fails, the listing continues after the last key so far. Some stores must begin the
@@ -600,7 +654,9 @@ class Store:
             going, pages = pages, None
             if going is None:
                 returns.clear()
-                offset = last if self.traits.remote and not self.traits.web_server else None
+                offset = (
+                    last if self.traits.remote and not self.traits.web_server else None
+                )
                 going = obstore.list(store, prefix, offset=offset, chunk_size=PAGE)
             try:
                 found: Any = await asyncio.wait_for(anext(going, None), self._timeout)

@@ -50,7 +50,11 @@ class SyncStream(Iterator[T_co], Generic[T_co]):
     """
 
     def __init__(
-        self, dataset: AsyncIterable[Any], functions: Functions = (), *, whole: bool = False
+        self,
+        dataset: AsyncIterable[Any],
+        functions: Functions = (),
+        *,
+        whole: bool = False,
     ) -> None:
         self._functions = functions
         self._place = outside_workers if whole else contextlib.nullcontext

@@ -90,7 +90,9 @@ def plan(dataset: object) -> tuple[Any, Functions]:
     if not isinstance(dataset, Composition):
         return dataset, ()
     planned = [plan(source) for source in dataset.sources]
-    return dataset.over([source for source, _ in planned], [functions for _, functions in planned])
+    return dataset.over(
+        [source for source, _ in planned], [functions for _, functions in planned]
+    )
 
 
 def gives_tables(dataset: object) -> bool:

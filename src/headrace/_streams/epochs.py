@@ -88,7 +88,9 @@ def keys_within(key: int) -> bound:
 
     Each stream takes the next key, in the order of starting.
     """
-    return bound(stream_seeds, (batch_seed(key, 0, number) for number in itertools.count()))
+    return bound(
+        stream_seeds, (batch_seed(key, 0, number) for number in itertools.count())
+    )
 
 
 def spawn_key() -> int:

@@ -42,7 +42,9 @@ def fetches(dataset: object) -> bool:
 
 def holders(dataset: object) -> int:
     """Return the number of operations of a stream that hold fetched samples."""
-    return sum(getattr(operator, "reads_ahead", False) for operator in _operators(dataset))
+    return sum(
+        getattr(operator, "reads_ahead", False) for operator in _operators(dataset)
+    )
 
 
 def _operators(dataset: object) -> list[object]:
@@ -67,9 +69,14 @@ class FetchFunctions(ReadAhead):
     operation = "map, async"
     saved_samples = 16  # after a restore, at most so many rows are read again
 
-    def __init__(self, source: Any, functions: tuple[Callable[[Any], Awaitable[Any]], ...]) -> None:
+    def __init__(
+        self, source: Any, functions: tuple[Callable[[Any], Awaitable[Any]], ...]
+    ) -> None:
         while getattr(source, "_operator", None) is FetchFunctions:
-            source, functions = source.dataset, (*source._options["functions"], *functions)
+            source, functions = (
+                source.dataset,
+                (*source._options["functions"], *functions),
+            )
         session = fetching.get()
         super().__init__(source, in_place=session is None)
         self._functions = functions

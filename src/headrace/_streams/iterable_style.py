@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NoReturn, TypeVar, get_args, overload
 
 from torch.utils.data import IterableDataset
@@ -142,7 +149,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         count = whole_number("count", count)
         return OperatedStream(self, f"{{}}.take({count})", Take, count=count)
 
-    def shuffle(self, buffer_size: int, seed: int | None = None) -> AsyncIterableDataset[T_co]:
+    def shuffle(
+        self, buffer_size: int, seed: int | None = None
+    ) -> AsyncIterableDataset[T_co]:
         """Shuffle this stream, in another order at each epoch.
 
         Each window of `buffer_size` samples is permuted. For each sample given, a sample of the
@@ -166,7 +175,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         buffer_size = whole_number("buffer_size", buffer_size, 1)
         seed = checked_seed(seed)
         shown = f"{{}}.shuffle({buffer_size}, seed={seed})"
-        return OperatedStream(self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed)
+        return OperatedStream(
+            self, shown, ShuffleBuffer, buffer_size=buffer_size, seed=seed
+        )
 
     def split(
         self, *, rank: int | None = None, world_size: int | None = None
@@ -269,7 +280,11 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         """
         seq_len = whole_number("seq_len", seq_len, 1)
         window = whole_number("window", window, 1)
-        choices = get_args(PackStrategy), (None, *get_args(PackLabels)), get_args(PackTooLong)
+        choices = (
+            get_args(PackStrategy),
+            (None, *get_args(PackLabels)),
+            get_args(PackTooLong),
+        )
         if not all(map(operator.contains, choices, (strategy, labels, too_long))):
             raise ValueError(
                 f"strategy={strategy!r}, labels={labels!r} and too_long={too_long!r} must be of "
@@ -299,7 +314,9 @@ class AsyncIterableDataset(IterableDataset[T_co]):
         )
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(f"{dataset_repr(self)} is a stream, without indices: iterate over it")
+        raise TypeError(
+            f"{dataset_repr(self)} is a stream, without indices: iterate over it"
+        )
 
     def __iter__(self) -> Iterator[T_co]:
         return SyncStream(*plan(self))

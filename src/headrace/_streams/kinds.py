@@ -96,7 +96,13 @@ class Blocks(NamedTuple):
 
     @classmethod
     def whole(
-        cls, most_bytes: int, nbytes: int, counts: Sequence[int], text: str = "", *, ahead: int = 1
+        cls,
+        most_bytes: int,
+        nbytes: int,
+        counts: Sequence[int],
+        text: str = "",
+        *,
+        ahead: int = 1,
     ) -> Blocks:
         """Make blocks to be read as a whole.
 
@@ -114,8 +120,12 @@ class Blocks(NamedTuple):
         found = cls.within(most_bytes // 2, nbytes, n, size)
         at_once = min(found.at_once, max(1, MOST_SAMPLES // size))
         planned = max(1, min(-(-at_once // ahead), MOST_AHEAD // size))
-        digest = hashlib.blake2b(sizes.tobytes() + text.encode(), digest_size=8).hexdigest()
-        return cls(size, at_once, np.cumsum(sizes) - sizes, planned, f"{len(sizes)} of {digest}")
+        digest = hashlib.blake2b(
+            sizes.tobytes() + text.encode(), digest_size=8
+        ).hexdigest()
+        return cls(
+            size, at_once, np.cumsum(sizes) - sizes, planned, f"{len(sizes)} of {digest}"
+        )
 
     @property
     def shown(self) -> tuple[int, int, str]:
@@ -151,7 +161,9 @@ def capabilities(dataset: object) -> Capabilities:
 
     A class defines `_capabilities` if instances have different capabilities.
     """
-    found: Capabilities = getattr(type(dataset), "_capabilities", capabilities_by_methods)(dataset)
+    found: Capabilities = getattr(
+        type(dataset), "_capabilities", capabilities_by_methods
+    )(dataset)
     return found
 
 
@@ -162,7 +174,9 @@ def joined_part(dataset: object, sampler: object) -> float:
     serve a single sample.
     """
     ranges = capabilities(dataset).ranges
-    if reads_whole_blocks(dataset) or (ranges and getattr(sampler, "order_of", "") == "samples"):
+    if reads_whole_blocks(dataset) or (
+        ranges and getattr(sampler, "order_of", "") == "samples"
+    ):
         return 1 / 8  # the samples are neighbours: requests serve several samples anyway
     return 0.5 if ranges else 0
 
@@ -216,7 +230,9 @@ def kind_of(dataset: object) -> DatasetKind:
     can = capabilities(dataset)
     if can.aget:
         return DatasetKind.ASYNC_MAP
-    advance = getattr(type(dataset), "__next__", getattr(type(dataset), "__anext__", None))
+    advance = getattr(
+        type(dataset), "__next__", getattr(type(dataset), "__anext__", None)
+    )
     # A built-in iterator: generator, file.
     if isinstance(advance, types.WrapperDescriptorType):
         raise DatasetTypeError(
@@ -372,7 +388,9 @@ def ranks_differ(stream: Any) -> bool:
     """
     if getattr(stream, "equal_on_ranks", False):
         return False
-    return getattr(stream, "ranks_differ", False) or any(map(ranks_differ, children(stream)))
+    return getattr(stream, "ranks_differ", False) or any(
+        map(ranks_differ, children(stream))
+    )
 
 
 def splits_by_rank(stream: Any) -> bool:

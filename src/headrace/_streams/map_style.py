@@ -108,7 +108,9 @@ class AsyncDataset(Dataset[T_co]):
 
     def __getitem__(self, index: Any) -> T_co:
         source, functions = plan(self)  # functions of `map` run on this thread
-        sample: T_co = apply_functions(functions, background_loop().run(_aget(source, index)))
+        sample: T_co = apply_functions(
+            functions, background_loop().run(_aget(source, index))
+        )
         return sample
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T_co]:
@@ -158,7 +160,9 @@ class RangedDataset(AsyncDataset[T_co]):
         Raises:
             IndexError: an index is out of range.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `def ranges(self, indices)`")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `def ranges(self, indices)`"
+        )
 
     def range(self, index: Any) -> tuple[int, int, int]:
         """Return object, start and stop of the sample at `index`.
@@ -198,7 +202,9 @@ class RangedDataset(AsyncDataset[T_co]):
         return list(map(self.sample_of, indices, data))
 
     def _capabilities(self) -> Capabilities:
-        return capabilities_by_methods(self)._replace(ranges=type(self).aget is RangedDataset.aget)
+        return capabilities_by_methods(self)._replace(
+            ranges=type(self).aget is RangedDataset.aget
+        )
 
     async def aget(self, index: Any) -> T_co:
         """Fetch the sample at `index`.
@@ -343,7 +349,9 @@ class InParts:
         """
         length = len(self)
         if not -length <= index < length:
-            raise IndexError(f"index {index} is out of range for {length} samples of {self!r}")
+            raise IndexError(
+                f"index {index} is out of range for {length} samples of {self!r}"
+            )
         index %= length
         part = bisect.bisect_right(self._ends, index)
         return part, index - int(self._ends[part - 1] if part else 0)
@@ -364,7 +372,9 @@ class IndexedParts(InParts, ConcatComposition, AsyncDataset[Any]):
         # A mapped dataset has no classes: the function may have changed the labels.
         known = {getattr(source, "_classes", None) for source in self.sources} - {None}
         if len(known) > 1:
-            what = "the same label means different classes; give folders the same classes="
+            what = (
+                "the same label means different classes; give folders the same classes="
+            )
             raise ValueError(f"{what}: {short_repr(known)}")
         self._classes = next(iter(known), None)
 
@@ -436,14 +446,18 @@ class IndexedParts(InParts, ConcatComposition, AsyncDataset[Any]):
             several.append(ranges._replace(objects=objects))
         if not several:
             return Ranges.of([])
-        return Ranges(*map(np.concatenate, zip(*several, strict=True))).at(np.argsort(order))
+        return Ranges(*map(np.concatenate, zip(*several, strict=True))).at(
+            np.argsort(order)
+        )
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: object = None
     ) -> memoryview:
         number, part = divmod(number, len(self.sources))
         inner = None if index is None else self.locate(index)[1]
-        data: memoryview = await self.sources[part].read_range(number, start, stop, index=inner)
+        data: memoryview = await self.sources[part].read_range(
+            number, start, stop, index=inner
+        )
         return data
 
     def sample_of(self, index: object, data: memoryview) -> object:
@@ -454,7 +468,9 @@ class IndexedParts(InParts, ConcatComposition, AsyncDataset[Any]):
     def samples_of(self, indices: Sequence[object], data: Sequence[memoryview]) -> object:
         if len(self.sources) > 1:
             return list(map(self.sample_of, indices, data))
-        return self.sources[0].samples_of([self.locate(index)[1] for index in indices], data)
+        return self.sources[0].samples_of(
+            [self.locate(index)[1] for index in indices], data
+        )
 
 
 class MixedParts(IndexedParts):

@@ -81,13 +81,17 @@ class Mix(StreamOperation[object]):
         with child_seeds(self._key, passes * len(self._datasets) + number):
             if not (passes or self._occurrences[number]):
                 return start_stream(dataset)
-            repetition = batch_seed(self._order.repetition, self._occurrences[number], passes)
+            repetition = batch_seed(
+                self._order.repetition, self._occurrences[number], passes
+            )
             return InContext(bound(current_repetition, repetition), dataset)
 
     def _draw(self) -> float:
         block, offset = divmod(self._drawn, _BLOCK)
         if block != self._block:
-            generator = np.random.default_rng(batch_seed(self._order.key(), self._rank, block))
+            generator = np.random.default_rng(
+                batch_seed(self._order.key(), self._rank, block)
+            )
             self._block, self._numbers = block, generator.random(_BLOCK).tolist()
         return self._numbers[offset]
 
@@ -95,7 +99,10 @@ class Mix(StreamOperation[object]):
         """Set the ranges of the streams by the current weights."""
         (_, weights), *later = self._weights[self._entry() :]
         self._weighed_until = later[0][0] if later else math.inf
-        kept = [0.0 if out else weight for weight, out in zip(weights, self._left_out, strict=True)]
+        kept = [
+            0.0 if out else weight
+            for weight, out in zip(weights, self._left_out, strict=True)
+        ]
         largest = max(kept) or 1.0  # sums of weight / largest neither overflow nor vanish
         self._ends = list(itertools.accumulate(weight / largest for weight in kept))
         self._last = bisect.bisect_left(self._ends, self._ends[-1])
@@ -107,7 +114,9 @@ class Mix(StreamOperation[object]):
             if not self._ends[-1]:  # all streams with a weight have ended
                 await self._end()
                 break
-            chosen = bisect.bisect_right(self._ends, self._draw() * self._ends[-1], hi=self._last)
+            chosen = bisect.bisect_right(
+                self._ends, self._draw() * self._ends[-1], hi=self._last
+            )
             try:
                 sample = await anext(self._inner[chosen])
             except StopAsyncIteration:
@@ -128,7 +137,9 @@ class Mix(StreamOperation[object]):
             self._passes[chosen] += 1
         else:
             self._left_out[chosen] = True
-        if self._stop == "first" or not any(map(self._is_awaited, range(len(self._names)))):
+        if self._stop == "first" or not any(
+            map(self._is_awaited, range(len(self._names)))
+        ):
             await self._end()
             return
         ended = self._inner[chosen]
@@ -150,7 +161,10 @@ class Mix(StreamOperation[object]):
 
     def _entry(self) -> int:
         """Return the position of the current entry of the schedule."""
-        return bisect.bisect_right(self._weights, self._drawn, key=operator.itemgetter(0)) - 1
+        return (
+            bisect.bisect_right(self._weights, self._drawn, key=operator.itemgetter(0))
+            - 1
+        )
 
     async def _end(self) -> None:
         self._over = True

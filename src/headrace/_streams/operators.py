@@ -209,7 +209,9 @@ class ShuffleBuffer(ReplayOperation[T]):
         )
         without_errors = self._read - first == len(ahead)
         origin = (
-            (lambda place: self._inner.origin(first + order()[place])) if without_errors else None
+            (lambda place: self._inner.origin(first + order()[place]))
+            if without_errors
+            else None
         )
         self._origins.append((self._given, origin))
         self._read_before = self._read
@@ -229,7 +231,9 @@ class ShuffleBuffer(ReplayOperation[T]):
             return mark
         errors = self._errors - self._errors_before
         return Mark(
-            self._given - errors, self._errors - errors, self._ahead_position or mark.position
+            self._given - errors,
+            self._errors - errors,
+            self._ahead_position or mark.position,
         )
 
 

@@ -107,7 +107,12 @@ class Pack(MarkingOperation[dict[str, Any]]):
         else:
             self._drop(1)
         while start < end:
-            if concat and used and self._limits and self._place([0, *document.amounts]) is None:
+            if (
+                concat
+                and used
+                and self._limits
+                and self._place([0, *document.amounts]) is None
+            ):
                 self._close(0)  # a limit leaves no room for a piece
             count = min(end - start, size - used[0][0] if concat and used else size)
             wanted = [count, *document.amounts]
@@ -160,7 +165,9 @@ class Pack(MarkingOperation[dict[str, Any]]):
 
     def _document(self, sample: object) -> _Document:
         names = self._names
-        values: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {names[0]: sample}
+        values: Mapping[str, Any] = (
+            sample if isinstance(sample, Mapping) else {names[0]: sample}
+        )
         columns = [np.asarray(values.get(name)) for name in names]
         tokens = columns[0]
         flat = tokens.ndim == 1 and all(
@@ -224,7 +231,9 @@ class Pack(MarkingOperation[dict[str, Any]]):
         rows |= {"segment_ids": segments, "positions": positions}
         if self._labels:
             rows["labels"] = labels
-        tensors: dict[str, Any] = {name: torch.from_numpy(row) for name, row in rows.items()}
+        tensors: dict[str, Any] = {
+            name: torch.from_numpy(row) for name, row in rows.items()
+        }
         for key in self._carry:
             tensors[key] = [piece.document.carried[key] for piece in pieces]
         if self._too_long != "cut":
@@ -233,7 +242,8 @@ class Pack(MarkingOperation[dict[str, Any]]):
 
     def _oldest(self) -> int:
         return min(
-            (sequence.first for sequence in (*self._ready, *self._open_ones)), default=self._read
+            (sequence.first for sequence in (*self._ready, *self._open_ones)),
+            default=self._read,
         )
 
     def _exact_state(self) -> dict[str, object]:

@@ -32,7 +32,10 @@ def raised_by(
     """Return the error of a function before batching, with a note that names the sample."""
     raised, key = as_exception(error), key_in(sample)
     where = f", key {key!r}" if key else ""
-    add_note(raised, f"headrace: in {operation}({function_name(function)}), before batching{where}")
+    add_note(
+        raised,
+        f"headrace: in {operation}({function_name(function)}), before batching{where}",
+    )
     return BadRecord(raised)
 
 
@@ -49,7 +52,9 @@ class Chunk:
     @property
     def is_full(self) -> bool:
         """Whether the next sample must start a new chunk."""
-        return len(self.samples) >= CHUNK or self.position is None or self.error is not None
+        return (
+            len(self.samples) >= CHUNK or self.position is None or self.error is not None
+        )
 
 
 class ReadAhead(ReplayOperation[Any]):
@@ -113,7 +118,9 @@ class ReadAhead(ReplayOperation[Any]):
             outcomes.append(chunk.error)
         kept = [place for place, outcome in enumerate(outcomes) if outcome is not NOTHING]
         first = chunk.first - self._first
-        self._origins.append((self._given, lambda number: self._inner.origin(first + kept[number])))
+        self._origins.append(
+            (self._given, lambda number: self._inner.origin(first + kept[number]))
+        )
         self._outcomes.extend(outcomes[place] for place in kept)
         self._held -= len(outcomes)
         self._changed.set()
@@ -127,7 +134,9 @@ class ReadAhead(ReplayOperation[Any]):
     async def _read_ahead(self) -> None:
         try:
             while True:
-                while self._held >= self._most_held() or (self._unsent and self._unsent.is_full):
+                while self._held >= self._most_held() or (
+                    self._unsent and self._unsent.is_full
+                ):
                     await self._change()
                 position: State | None = None
                 error: BadRecord | None = None
@@ -179,6 +188,11 @@ class ReadAhead(ReplayOperation[Any]):
         if self._reader is None:
             await super().aclose()
             return
-        await end_all([self._reader, *(chunk.request for chunk in self._sent if chunk.samples)])
-        if not self._reader.cancelled() and (error := self._reader.exception()) is not None:
+        await end_all(
+            [self._reader, *(chunk.request for chunk in self._sent if chunk.samples)]
+        )
+        if (
+            not self._reader.cancelled()
+            and (error := self._reader.exception()) is not None
+        ):
             raise error

@@ -122,7 +122,9 @@ def passes_of(stream: Any) -> int:
     if type(stream) is list:
         return min(map(passes_of, stream), default=0)
     inner = getattr(stream, "_inner", None)
-    return getattr(stream, "endless_passes", 0) or (0 if inner is None else passes_of(inner))
+    return getattr(stream, "endless_passes", 0) or (
+        0 if inner is None else passes_of(inner)
+    )
 
 
 async def close_all(*iterators: object) -> None:
@@ -178,7 +180,9 @@ def restore_dataset(dataset: object, state: State) -> None:
 
 def load_copy(part: object, state: Any, whose: str) -> None:
     if not is_stateful(part):
-        raise StateError(f"the state has one of {whose}, which has no load_state_dict now")
+        raise StateError(
+            f"the state has one of {whose}, which has no load_state_dict now"
+        )
     part.load_state_dict(copy.deepcopy(state))
 
 
@@ -258,7 +262,11 @@ class Reread:
 
 class _UserIterator(ResumableIterator[T]):
     def __init__(
-        self, dataset: AsyncIterable[T], iterator: AsyncIterator[T], key: int, seeds: Iterator[int]
+        self,
+        dataset: AsyncIterable[T],
+        iterator: AsyncIterator[T],
+        key: int,
+        seeds: Iterator[int],
     ) -> None:
         self._dataset = dataset
         self._iterator = iterator
@@ -286,11 +294,16 @@ class _UserIterator(ResumableIterator[T]):
         return sample
 
     def state_dict(self) -> State:
-        return {**user_state(self._dataset, self._iterator, self._read), "errors": self._errors}
+        return {
+            **user_state(self._dataset, self._iterator, self._read),
+            "errors": self._errors,
+        }
 
     def load_state_dict(self, state: State) -> None:
         with keys_within(self._key) as self._seeds:
-            self._iterator, count = restore_user(self._dataset, state, lambda: aiter(self._dataset))
+            self._iterator, count = restore_user(
+                self._dataset, state, lambda: aiter(self._dataset)
+            )
         self._read, self._errors = state["read"], state["errors"]
         self._reread = Reread(count, self._errors)
 
@@ -324,7 +337,9 @@ def warn_of_rereading(state: object) -> None:
 # loader's state excludes any other difference.
 
 
-def check_operation(state: State, expected: str | None, stream: str | None = None) -> None:
+def check_operation(
+    state: State, expected: str | None, stream: str | None = None
+) -> None:
     """Check that a state was saved from the operation `expected`.
 
     If `expected` is None, the state must be from a `stream` without operations.

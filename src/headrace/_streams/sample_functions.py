@@ -87,7 +87,10 @@ class SampleFunctions(ReadAhead):
     def __init__(self, source: Any, functions: tuple[SampleFunction, ...]) -> None:
         # Adjacent functions are applied in the same request.
         while getattr(source, "_operator", None) is SampleFunctions:
-            source, functions = source.dataset, (*source._options["functions"], *functions)
+            source, functions = (
+                source.dataset,
+                (*source._options["functions"], *functions),
+            )
         prepare = compute.get()
         super().__init__(source, in_place=prepare is None)
         self._functions = functions
@@ -112,7 +115,9 @@ class SampleFunctions(ReadAhead):
     def _request(self, chunk: Chunk) -> asyncio.Task[list[object]] | None:
         if len(self._in_flight) > self._parallel():
             return None
-        task = asyncio.get_running_loop().create_task(self._apply(chunk.samples, chunk.first))
+        task = asyncio.get_running_loop().create_task(
+            self._apply(chunk.samples, chunk.first)
+        )
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
         task.add_done_callback(self._send)

@@ -65,7 +65,8 @@ def as_async(dataset: Any) -> Any:
         return dataset
     sources = list(map(as_async, parts.values() if isinstance(parts, dict) else parts))
     if not all(
-        can.aiter if kind is ChainDataset else can.aget for can in map(capabilities, sources)
+        can.aiter if kind is ChainDataset else can.aget
+        for can in map(capabilities, sources)
     ):
         return dataset
     if kind is ChainDataset:
@@ -75,7 +76,9 @@ def as_async(dataset: Any) -> Any:
     if kind is ConcatDataset:
         return IndexedParts(sources)
     rows = StackedParts(sources)
-    return rows.map(functools.partial(_named, [*parts])) if isinstance(parts, dict) else rows
+    return (
+        rows.map(functools.partial(_named, [*parts])) if isinstance(parts, dict) else rows
+    )
 
 
 def _named(names: Sequence[str], row: Sequence[object]) -> dict[str, object]:
@@ -143,14 +146,22 @@ class StackedParts(Composition, AsyncDataset[tuple[object, ...]]):
         return Capabilities(aget=True, agets=agets)
 
     async def aget(self, index: object) -> tuple[object, ...]:
-        return tuple(await asyncio.gather(*(source.aget(index) for source in self.sources)))
+        return tuple(
+            await asyncio.gather(*(source.aget(index) for source in self.sources))
+        )
 
     async def agets(self, indices: Sequence[object]) -> list[tuple[object, ...]]:
-        columns = await asyncio.gather(*(fetch_all(source, indices) for source in self.sources))
+        columns = await asyncio.gather(
+            *(fetch_all(source, indices) for source in self.sources)
+        )
         return list(zip(*columns, strict=True))
 
     def sample_key(self, index: object) -> str | None:
-        keys = [key for source in self.sources if (key := sample_key(source, index)) is not None]
+        keys = [
+            key
+            for source in self.sources
+            if (key := sample_key(source, index)) is not None
+        ]
         return " + ".join(keys) or None
 
 
@@ -162,7 +173,9 @@ def torch_readable(dataset: object, kind: DatasetKind) -> Any:
     if kind.is_iterable:
         if kind is DatasetKind.ITERABLE and isinstance(dataset, IterableDataset):
             return dataset
-        return (_SizedStreamAdapter if hasattr(dataset, "__len__") else _StreamAdapter)(dataset)
+        return (_SizedStreamAdapter if hasattr(dataset, "__len__") else _StreamAdapter)(
+            dataset
+        )
     indexable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     return dataset if indexable else _MapAdapter(dataset)
 

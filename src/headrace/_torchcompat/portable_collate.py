@@ -24,7 +24,9 @@ Transform = Callable[[object], object]
 _warned = mmap.mmap(-1, 1)
 
 
-_applied: ContextVar[tuple[Transform, ...] | None] = ContextVar("headrace_applied", default=None)
+_applied: ContextVar[tuple[Transform, ...] | None] = ContextVar(
+    "headrace_applied", default=None
+)
 
 
 def collating(applied: tuple[Transform, ...]) -> bound:
@@ -72,7 +74,9 @@ class PortableCollate:
             applied is not None and any(done is transform for done in applied)
         ):
             return collate(samples)
-        transformed = [transform(sample) for sample in samples] if batched else transform(samples)
+        transformed = (
+            [transform(sample) for sample in samples] if batched else transform(samples)
+        )
         with collating((*(applied or ()), transform)):
             return collate(transformed)
 
@@ -95,7 +99,9 @@ class PortableCollate:
 def without_transform(collate_fn: Any) -> Any:
     """Return the user's collate function, also of a `PortableCollate`."""
     return (
-        collate_fn.portable_parts.collate if isinstance(collate_fn, PortableCollate) else collate_fn
+        collate_fn.portable_parts.collate
+        if isinstance(collate_fn, PortableCollate)
+        else collate_fn
     )
 
 

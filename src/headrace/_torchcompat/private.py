@@ -23,11 +23,15 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import collate as collate
 from torch.utils.data._utils.collate import collate_tensor_fn as collate_tensor_fn
-from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
+from torch.utils.data._utils.collate import (
+    default_collate_fn_map as default_collate_fn_map,
+)
 from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
 
-def become_worker(number: int, workers: int, *, seed: int, dataset: Dataset[object]) -> None:
+def become_worker(
+    number: int, workers: int, *, seed: int, dataset: Dataset[object]
+) -> None:
     """Set `torch.utils.data.get_worker_info()` as in a worker of torch."""
     _worker._worker_info = _worker.WorkerInfo(
         id=number, num_workers=workers, seed=seed, dataset=dataset

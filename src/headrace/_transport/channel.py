@@ -278,7 +278,9 @@ class _Channel:
             begun = self._memory[self._start : self._filled]
             if self._header is not None:
                 padding = -self._region % ALIGNMENT
-                self._memory = np.empty(padding + self._size, dtype=np.uint8).data[padding:]
+                self._memory = np.empty(padding + self._size, dtype=np.uint8).data[
+                    padding:
+                ]
             elif self._start:
                 begun = memoryview(bytes(begun))  # source and destination may overlap
             self._memory[: len(begun)] = begun
@@ -307,7 +309,9 @@ class _Channel:
         table = header.buffers * _EXTENT.size
         begin = table + header.returned * _NUMBER.size
         if header.returned:
-            self._allocator.free(number for (number,) in _NUMBER.iter_unpack(body[table:begin]))
+            self._allocator.free(
+                number for (number,) in _NUMBER.iter_unpack(body[table:begin])
+            )
         try:
             if header.slab:
                 region = self._mapper.view(header.slab, header.size)
@@ -317,7 +321,9 @@ class _Channel:
             ]
             descriptors: Sequence[Descriptor] = ()
             if header.descriptors:
-                descriptors = self._mapper.take_descriptors(header.first, header.descriptors)
+                descriptors = self._mapper.take_descriptors(
+                    header.first, header.descriptors
+                )
             obj = load_message(body[begin:], views, descriptors)
             if type(obj) is Record:
                 obj.handle()
@@ -418,7 +424,11 @@ class EngineChannel(_Channel):
         if self._closed:
             return
         forwarded = self._allocator.forward(message.buffers) if message.buffers else None
-        frame = self._frame(message) if forwarded is None else self._preamble(message, *forwarded)
+        frame = (
+            self._frame(message)
+            if forwarded is None
+            else self._preamble(message, *forwarded)
+        )
         waits = bool(self._unsent)
         self._unsent += frame
         if not waits and not self._sent_all():

@@ -28,7 +28,13 @@ def reduce_exception(error: BaseException) -> str | tuple[object, ...]:
     if _reduced_by_a_builtin(type(error)):
         make, arguments = _make, (type(error), arguments, error.args)
     notes = vars(error).get("__notes__")  # bypasses a `__getattr__` of the user's class
-    return _restore, (make, arguments, state[0] if state else None, notes, error.__cause__)
+    return _restore, (
+        make,
+        arguments,
+        state[0] if state else None,
+        notes,
+        error.__cause__,
+    )
 
 
 def without_unpicklable_parts(

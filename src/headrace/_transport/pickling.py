@@ -117,7 +117,9 @@ def format_error(error: BaseException) -> str:
     """
     try:
         return "".join(
-            part for part in traceback.format_exception(error) if not part.startswith("headrace: ")
+            part
+            for part in traceback.format_exception(error)
+            if not part.startswith("headrace: ")
         )
     except BaseException:  # user code: notes or a class without a printable form
         return f"{type(error).__name__}: {error_message(error)}\n"
@@ -133,7 +135,9 @@ def picklable_error(error: E) -> E | RemoteError:
     if _text_of(_copied(error)) == text:
         return error
     with suppress(BaseException):  # user code: __str__, __setstate__
-        reduced = without_unpicklable_parts(error, lambda part: _copied(part) is not _LOST)
+        reduced = without_unpicklable_parts(
+            error, lambda part: _copied(part) is not _LOST
+        )
         if type(reduced) is type(error) and _text_of(_copied(reduced)) == text:
             return reduced
     return RemoteError(
@@ -147,7 +151,9 @@ def not_picklable(what: str, reason: BaseException, remedy: str) -> NotPicklable
 
     The cause is `reason`, the pickling error.
     """
-    error = NotPicklableError(what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy)
+    error = NotPicklableError(
+        what=what, reason=f"{type(reason).__name__}: {reason}", remedy=remedy
+    )
     error.__cause__ = reason
     return error
 
@@ -272,7 +278,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             _, arguments, state, *_ = reduced
             # Add the parts that cloudpickle leaves out.
             if isinstance(obj, type) and not issubclass(obj, enum.Enum):
-                slots = {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
+                slots = (
+                    {"__slots__": slots} if (slots := vars(obj).get("__slots__")) else {}
+                )
                 arguments[3].update(slots, __qualname__=obj.__qualname__)
                 # Added by pickling an object of the class.
                 state[0].pop("__slotnames__", None)
@@ -289,7 +297,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         if values.nbytes and values.flags.c_contiguous:
             # `bytearray(values)` would take an array with a single integer for a length.
             buffer = (
-                bytearray(values.data) if values.nbytes <= SMALL else pickle.PickleBuffer(values)
+                bytearray(values.data)
+                if values.nbytes <= SMALL
+                else pickle.PickleBuffer(values)
             )
             return _restore_array, (buffer, values.dtype, values.shape)
     if (
@@ -306,7 +316,10 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         ]
         # Made by `expand`: send each element once.
         if math.prod(sizes) < tensor.numel():
-            return torch.Tensor.expand, (tensor.as_strided(sizes, tensor.stride()), tensor.shape)
+            return torch.Tensor.expand, (
+                tensor.as_strided(sizes, tensor.stride()),
+                tensor.shape,
+            )
     dense = tensor.detach().resolve_conj().resolve_neg()
     strides = None
     if not dense.is_contiguous():
@@ -317,7 +330,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> object:
         else:
             dense = dense.contiguous()
     flat: Any = (
-        dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy() if dense.numel() else b""
+        dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
+        if dense.numel()
+        else b""
     )
     return _restore_tensor, (
         pickle.PickleBuffer(flat),
@@ -401,7 +416,9 @@ class PickledPayload:
         Large buffers are copied if `copied`. Otherwise the payload refers to the buffers.
         """
         message = dump_message(obj, smallest=SMALL + 1)
-        return cls(message.pickled, *map(copy_of, message.buffers) if copied else message.buffers)
+        return cls(
+            message.pickled, *map(copy_of, message.buffers) if copied else message.buffers
+        )
 
     @property
     def nbytes(self) -> int:
@@ -413,11 +430,16 @@ class PickledPayload:
         Small buffers are copied. Large buffers become views of the region with all buffers.
         """
         small = SMALL_PART * sum(buffer.nbytes for buffer in self.buffers)
-        buffers = [copy_of(buffer) if buffer.nbytes < small else buffer for buffer in self.buffers]
+        buffers = [
+            copy_of(buffer) if buffer.nbytes < small else buffer
+            for buffer in self.buffers
+        ]
         return pickle.loads(self.pickled, buffers=buffers)
 
     def __reduce__(self) -> tuple[object, ...]:
         pickled = (
-            self.pickled if len(self.pickled) <= SMALL else out_of_band(memoryview(self.pickled))
+            self.pickled
+            if len(self.pickled) <= SMALL
+            else out_of_band(memoryview(self.pickled))
         )
         return PickledPayload, (pickled, *map(out_of_band, self.buffers))

@@ -34,7 +34,9 @@ def modules_named_in(pickled: bytes | memoryview) -> tuple[str, ...]:
     The modules are in the order of import, without the standard library.
     """
     names = {name.decode() for name in set(_NAME.findall(pickled))} & sys.modules.keys()
-    return tuple(name for name in list(sys.modules) if name in names and _is_worthwhile(name))
+    return tuple(
+        name for name in list(sys.modules) if name in names and _is_worthwhile(name)
+    )
 
 
 def _is_worthwhile(name: str) -> bool:
@@ -65,12 +67,17 @@ def program_sources() -> frozenset[tuple[str, int, int]]:
     """
     paths = sysconfig.get_paths()
     installed = tuple(
-        os.path.join(paths[name], "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        os.path.join(paths[name], "")
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
     )
     found = set()
     for module in list(sys.modules.values()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
-        if isinstance(file, str) and os.path.isabs(file) and not file.startswith(installed):
+        if (
+            isinstance(file, str)
+            and os.path.isabs(file)
+            and not file.startswith(installed)
+        ):
             with suppress(OSError):  # a file in an archive, for example
                 status = os.stat(file)
                 found.add((file, status.st_mtime_ns, status.st_size))

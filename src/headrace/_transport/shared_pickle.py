@@ -101,7 +101,12 @@ class SharedPickle:
 
     def __reduce__(self) -> tuple[object, ...]:
         if self.portable:
-            parts = self.number, self.pickled, self.modules, *map(out_of_band, self._mapped())
+            parts = (
+                self.number,
+                self.pickled,
+                self.modules,
+                *map(out_of_band, self._mapped()),
+            )
             return _from_other_machine, parts
         return SharedPickle, tuple(getattr(self, field.name) for field in fields(self))
 
@@ -183,7 +188,9 @@ class SharingPickler(Pickler):
     """A pickler with the reducers of `multiprocessing` and torch."""
 
     def reducer_override(self, obj: object) -> object:
-        if isinstance(obj, torch.Tensor | torch.UntypedStorage) and _in_shared_memory(obj):
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage) and _in_shared_memory(
+            obj
+        ):
             # The other reducer of torch expects exactly one load of each pickle. Here several
             # processes load the pickle, or no process.
             if get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
@@ -236,11 +243,15 @@ def why_not_picklable(obj: object) -> str | None:
     try:
         dump_shared(obj)
     except Exception as error:
-        return ": ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+        return ": ".join(
+            [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
+        )
     return None
 
 
-def raise_unpicklable(parts: Iterable[tuple[str, object, str]], error: Exception) -> NoReturn:
+def raise_unpicklable(
+    parts: Iterable[tuple[str, object, str]], error: Exception
+) -> NoReturn:
     """Raise an error about the first unpicklable part, or else `error`.
 
     For each part, `parts` has the name, the object and the remedy.

@@ -54,7 +54,12 @@ _libc: Any = ctypes.CDLL(None, use_errno=True) if hasattr(os, "memfd_create") el
 _FAILED = ctypes.c_void_p(-1).value
 if _libc is not None:
     _libc.mmap.restype = ctypes.c_void_p
-    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        *[ctypes.c_int] * 3,
+        ctypes.c_long,
+    ]
     _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -110,7 +115,9 @@ class Allocator:
         self._slabs: dict[int, Slab] = {}
         self._free: dict[int, Slab] = {}  # in the order of release
         self._last = 0
-        self._forwarded: weakref.WeakKeyDictionary[Slab, int] = weakref.WeakKeyDictionary()
+        self._forwarded: weakref.WeakKeyDictionary[Slab, int] = (
+            weakref.WeakKeyDictionary()
+        )
         # Forwarded buffers, possibly still in use by the other end.
         self.kept: dict[int, list[memoryview]] = {}
         # Forwarded slabs, no longer mapped here, and not yet reported to the mapper.
@@ -125,7 +132,9 @@ class Allocator:
             return None
         # Among slabs of the same size, take the slab freed last: it may still be in a CPU cache.
         fitting = [slab for slab in reversed(self._free.values()) if slab.size >= size]
-        slab = min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
+        slab = (
+            min(fitting, key=lambda slab: slab.size) if fitting else self._another(size)
+        )
         if slab is not None:
             self._free.pop(slab.number, None)
         return slab

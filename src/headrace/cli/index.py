@@ -51,9 +51,13 @@ def run(arguments: argparse.Namespace) -> bool:
     stream = _find(arguments.url, arguments.format)
     shards = loop.run(with_heads(stream._parts))
     stream._parts = ()  # the decoders are pickled without the shards
-    length = None if arguments.length is None else _function_of(arguments.length, "--length")
+    length = (
+        None if arguments.length is None else _function_of(arguments.length, "--length")
+    )
     indexing = Indexing(stream.index_decoder, length)
-    place = beside(shards) if arguments.output is None else place_of(arguments.output, None)
+    place = (
+        beside(shards) if arguments.output is None else place_of(arguments.output, None)
+    )
     if place is None:
         raise ValueError("no folder has all shards: give --output")
     number, count = arguments.part or (1, 1)
@@ -94,7 +98,9 @@ def _find(url: str, format: str | None) -> ShardedStream[Any]:
     return _FORMATS[format](url)
 
 
-def _build(shards: Sequence[Shard], indexing: Indexing, place: Shard, processes: int) -> None:
+def _build(
+    shards: Sequence[Shard], indexing: Indexing, place: Shard, processes: int
+) -> None:
     """Build the index parts of shards in several processes.
 
     Each process reads several shards at once.

@@ -45,7 +45,8 @@ def _complain(message: str, status: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="headrace", description="An asyncio-native streaming data loader for PyTorch."
+        prog="headrace",
+        description="An asyncio-native streaming data loader for PyTorch.",
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", dest="command")
@@ -77,9 +78,14 @@ def _parser() -> argparse.ArgumentParser:
         "the index keeps lengths"
     )
     add("--length", metavar="MODULE:FUNCTION", help=about)
-    add("--processes", type=int, metavar="N", help="that read shards (as many as there are cores)")
+    add(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="that read shards (as many as there are cores)",
+    )
     about = (
-        "read the I-th of N shares, on one of N machines; then run the command without this option"
+        "read the I-th of N shares, on one of N machines; then run without this option"
     )
     add("--part", type=_part, metavar="I/N", help=about)
     return parser

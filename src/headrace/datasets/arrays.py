@@ -88,7 +88,9 @@ class ArrayRows(RangedShards[torch.Tensor]):
     def _tensor(
         self, data: memoryview | bytes, dtype: AnyDType, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).astype(self._given))
+        return torch.from_numpy(
+            np.frombuffer(data, dtype).reshape(shape).astype(self._given)
+        )
 
 
 class ArrayDataset(ArrayRows):
@@ -125,7 +127,11 @@ class ArrayDataset(ArrayRows):
     """
 
     def __init__(
-        self, shards: Shards, *, on_error: OnOpeningError = "raise", store: StoreLike | None = None
+        self,
+        shards: Shards,
+        *,
+        on_error: OnOpeningError = "raise",
+        store: StoreLike | None = None,
     ) -> None:
         found = find_shards(shards, suffixes=(".npy",), store=store)
         files = open_each(found, _open_file, on_error=on_error)
@@ -133,9 +139,8 @@ class ArrayDataset(ArrayRows):
         row = shapes[0][1:]
         for shard, _, dtype, shape in files:
             if (dtype, shape[1:]) != (dtypes[0], row):
-                what = (
-                    f"{dtype} of shape {shape}, but the first file has {dtypes[0]} of {shapes[0]}"
-                )
+                first = f"{dtypes[0]} of {shapes[0]}"
+                what = f"{dtype} of shape {shape}, but the first file has {first}"
                 raise shard.error(what)
         counts = [shape[0] for shape in shapes]
         native = dtypes[0].newbyteorder("=")
@@ -150,7 +155,9 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:
-        raise shard.error(f"torch has no type for {dtype}; save a view or a copy of one") from None
+        raise shard.error(
+            f"torch has no type for {dtype}; save a view or a copy of one"
+        ) from None
     if layout.columns_first or not math.prod(shape[1:]) or not shape:
         what = (
             "columns come first; save numpy.ascontiguousarray(array)"
@@ -159,7 +166,9 @@ async def _open_file(shard: Shard) -> tuple[Shard, int, AnyDType, tuple[int, ...
         )
         raise shard.error(what)
     if begin + dtype.itemsize * math.prod(shape) != shard.size:
-        what = f"{shard.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
+        what = (
+            f"{shard.size - begin:,} bytes, but the header has {dtype} of shape {shape}"
+        )
         raise shard.error(what, begin)
     return shard, begin, dtype, shape
 

@@ -46,7 +46,9 @@ class _ArrowFile(TableFile):
 
     def row_groups(self, selection: Selection, filters: Any = None) -> list[RowGroup]:
         return [
-            _RecordBatch(self, number, selection) for number, rows in enumerate(self.rows) if rows
+            _RecordBatch(self, number, selection)
+            for number, rows in enumerate(self.rows)
+            if rows
         ]
 
 
@@ -66,7 +68,10 @@ class _RecordBatch(RowGroup):
         import pyarrow
 
         stored = SparseFile(pieces, self.footer.shard.size)
-        parts, size = [(0, memoryview(self.footer.schema_message))], len(self.footer.schema_message)
+        parts, size = (
+            [(0, memoryview(self.footer.schema_message))],
+            len(self.footer.schema_message),
+        )
         for start, stop in self.footer.extents[self.number]:
             stored.seek(start)
             part = memoryview(stored.read_buffer(stop - start))
@@ -76,7 +81,11 @@ class _RecordBatch(RowGroup):
             parts.append((size, part))
             size += stop - start
         columns, names = self.selection.columns, self.footer.schema.names
-        wanted = [number for number, name in enumerate(names) if columns is None or name in columns]
+        wanted = [
+            number
+            for number, name in enumerate(names)
+            if columns is None or name in columns
+        ]
         options = pyarrow.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
         reader = pyarrow.ipc.open_stream(
             pyarrow.PythonFile(SparseFile(parts, size), mode="r"), options=options
@@ -103,7 +112,11 @@ def _field(data: Buffer, table: int, number: int, form: str) -> int:
     """
     fields = table - int(struct.unpack_from("<i", data, table)[0])
     at = 4 + 2 * number
-    place = struct.unpack_from("<H", data, fields + at)[0] if at < memoryview(data)[fields] else 0
+    place = (
+        struct.unpack_from("<H", data, fields + at)[0]
+        if at < memoryview(data)[fields]
+        else 0
+    )
     if not place:
         return 0
     (value,) = struct.unpack_from("<I" if form == "*" else form, data, table + place)
@@ -125,7 +138,8 @@ def unpacked_size(header: Buffer, body: memoryview) -> int:
         buffers = _field(header, batch, 2, "*")
         (count,) = struct.unpack_from("<I", header, buffers)
         places = [
-            struct.unpack_from("<qq", header, buffers + 4 + 16 * number) for number in range(count)
+            struct.unpack_from("<qq", header, buffers + 4 + 16 * number)
+            for number in range(count)
         ]
         return sum(
             max(0, struct.unpack_from("<q", body, start)[0])
@@ -168,7 +182,10 @@ async def _open(shard: Shard) -> _ArrowFile:
             count = _field(fields, _field(fields, root, 2, "*"), 0, "<q")
             at += body
             if schema is None:
-                schema, message = pyarrow.ipc.read_schema(pyarrow.BufferReader(header)), header
+                schema, message = (
+                    pyarrow.ipc.read_schema(pyarrow.BufferReader(header)),
+                    header,
+                )
                 # Decode the names here, so a corrupt name is an error now.
                 any(schema.names)
             elif kind not in (_DICTIONARY, _BATCH) or count < 0 or body < 0 or at > size:
@@ -178,7 +195,11 @@ async def _open(shard: Shard) -> _ArrowFile:
             else:
                 rows.append(count)
                 extents.append((*dictionaries, (start, at)))
-    ends = await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC if is_file else at == size
+    ends = (
+        await reader.take(max(0, size - len(_MAGIC)), size) == _MAGIC
+        if is_file
+        else at == size
+    )
     if length or schema is None or not ends:
         what = (
             "corrupt, or not Arrow IPC (Feather 2): no message, "
@@ -197,7 +218,9 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
     """
     given = list(shards)
     saved = {
-        named.groups(): one for one in shards if one.head and (named := _SAVED.fullmatch(one.name))
+        named.groups(): one
+        for one in shards
+        if one.head and (named := _SAVED.fullmatch(one.name))
     }
     if len(saved) > 1:
         raise ValueError(
@@ -205,14 +228,20 @@ def _one_split(shards: Sequence[Shard]) -> list[Shard]:
             "give the folder of one, or files by their names"
         )
     for (folder, count), one in saved.items():
-        kept = {f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))}
+        kept = {
+            f"{folder}/data-{number:05}-of-{count}.arrow" for number in range(int(count))
+        }
         given = [
             each
             for each in given
-            if not each.head or each.name in kept or each.name.rpartition("/")[0] != folder
+            if not each.head
+            or each.name in kept
+            or each.name.rpartition("/")[0] != folder
         ]
         others = kept - {each.name for each in given}
-        keys = [one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others]
+        keys = [
+            one.key.rpartition("data-")[0] + name[len(folder) + 1 :] for name in others
+        ]
         # An existing file was left out by the user's pattern. A missing file raises an error here.
         map_shards(one.store.head, keys)
     return given
@@ -246,5 +275,7 @@ class ArrowDataset(TableDataset):
     _suffixes = (".arrow", ".feather", ".ipc", ".arrows")
 
     @staticmethod
-    def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
+    def _open_files(
+        shards: Sequence[Shard], on_error: OnOpeningError
+    ) -> Sequence[TableFile]:
         return open_each(_one_split(shards), _open, on_error=on_error)

@@ -123,7 +123,9 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         bucket = bisect.bisect_left(self._boundaries, tokens)
         tokens = max(1, tokens)  # with 0, no number of empty samples would fill a batch
         padded = max(self._longest[bucket], tokens) * (self._counts[bucket] + 1)
-        over = (padded if self._padded else self._tokens[bucket] + tokens) > self._max_tokens
+        over = (
+            padded if self._padded else self._tokens[bucket] + tokens
+        ) > self._max_tokens
         full = self._emptied(bucket) if over and self._counts[bucket] else NOTHING
         if not self._counts[bucket]:
             self._first[bucket] = self._read - 1
@@ -151,5 +153,7 @@ class _TokenBatchIterator(MarkingOperation[list[object]]):
         return samples
 
     def _oldest(self) -> int:
-        held = (first for first, count in zip(self._first, self._counts, strict=True) if count)
+        held = (
+            first for first, count in zip(self._first, self._counts, strict=True) if count
+        )
         return min(held, default=self._read)

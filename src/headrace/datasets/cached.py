@@ -240,7 +240,10 @@ class _CachedShards(CachedDataset[T_co]):
     dataset: RangedShards[T_co]
 
     def __init__(
-        self, dataset: RangedShards[T_co], cache: DiskCache, version: str | int | None = None
+        self,
+        dataset: RangedShards[T_co],
+        cache: DiskCache,
+        version: str | int | None = None,
     ) -> None:
         super().__init__(dataset, cache, version)
         self.ranges, self.sample_of = dataset.ranges, dataset.sample_of
@@ -291,7 +294,9 @@ class _CachedShards(CachedDataset[T_co]):
             last = min(start - begin + high * CACHE_BLOCK, size)
             fetched = await self.dataset.read_range(number, first, last, index=index)
             if len(fetched) != last - first:
-                raise ValueError("read_range gave another number of bytes than were asked for")
+                raise ValueError(
+                    "read_range gave another number of bytes than were asked for"
+                )
             views[low:high] = [
                 fetched[place : place + CACHE_BLOCK]
                 for place in range(0, len(fetched), CACHE_BLOCK)
@@ -326,7 +331,9 @@ class IndexedShards(InParts, AsyncDataset[T_co]):
     @functools.cached_property
     def _digest(self) -> str:
         """Checksum of the shards' names, sizes and numbers of samples."""
-        sizes = (None if shard.head is None else shard.head.size for shard in self._shards)
+        sizes = (
+            None if shard.head is None else shard.head.size for shard in self._shards
+        )
         names = (shard.name for shard in self._shards)
         return names_digest(map(str, zip(names, sizes, self.counts, strict=True)))
 

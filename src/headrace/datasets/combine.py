@@ -167,12 +167,18 @@ def mix(
         )
     weights_at = functools.partial(_weights_of, names, float(temperature))
     schedule: Any
-    if not isinstance(weights, Mapping) and any(isinstance(each, Sequence) for each in weights):
+    if not isinstance(weights, Mapping) and any(
+        isinstance(each, Sequence) for each in weights
+    ):
         entries = cast("Sequence[Any]", weights)
-        schedule = [[whole_number("samples", start), weights_at(each)] for start, each in entries]
+        schedule = [
+            [whole_number("samples", start), weights_at(each)] for start, each in entries
+        ]
         starts = [start for start, _ in schedule]
         if starts[0] or any(one >= other for one, other in itertools.pairwise(starts)):
-            raise ValueError(f"the numbers of samples in weights={starts} must ascend from 0")
+            raise ValueError(
+                f"the numbers of samples in weights={starts} must ascend from 0"
+            )
     else:
         if not all(_weights_of(names, 1.0, weights)):
             raise ValueError(f"weights={weights!r} must be above zero, but in a schedule")
@@ -187,12 +193,18 @@ def mix(
         if stop == "once":
             raise ValueError('stop="once" is for streams')
         if unit == "lengths":
-            means = [_mean_length(name, part) for name, part in zip(names, parts, strict=True)]
+            means = [
+                _mean_length(name, part) for name, part in zip(names, parts, strict=True)
+            ]
             for entry in schedule:
-                entry[1] = [weight / mean for weight, mean in zip(entry[1], means, strict=True)]
+                entry[1] = [
+                    weight / mean for weight, mean in zip(entry[1], means, strict=True)
+                ]
         return MixedParts(parts, shown, names, schedule, seed, stop)
     if unit != "samples":
-        raise ValueError(f"unit={unit!r} must be 'samples'; 'lengths' is for map-style datasets")
+        raise ValueError(
+            f"unit={unit!r} must be 'samples'; 'lengths' is for map-style datasets"
+        )
     return OperatedStream(
         tuple(parts),
         shown,
@@ -214,17 +226,24 @@ def _mean_length(name: str, dataset: Any) -> float:
 
 def _weights_of(names: Sequence[str], temperature: float, weights: Any) -> list[float]:
     """Return the checked weights in the order of the datasets."""
-    found = [weights.get(name, -1) for name in names] if isinstance(weights, Mapping) else weights
+    found = (
+        [weights.get(name, -1) for name in names]
+        if isinstance(weights, Mapping)
+        else weights
+    )
     numbers = [*map(float, found)]
     in_range = all(0 <= number < math.inf for number in numbers)
     if len(weights) != len(names) or not any(numbers) or not in_range:
-        expected = f"{len(names)} numbers of at least zero, not all zero" + f" for {names}" * (
-            found is not weights
+        expected = (
+            f"{len(names)} numbers of at least zero, not all zero"
+            + f" for {names}" * (found is not weights)
         )
         raise ValueError(f"weights={weights!r} must be {expected}")
     # Shares of the largest weight: their powers do not overflow.
     largest = max(numbers) if temperature < 1 else 1.0
-    return [(number / largest) ** (1 / temperature) if number else 0.0 for number in numbers]
+    return [
+        (number / largest) ** (1 / temperature) if number else 0.0 for number in numbers
+    ]
 
 
 def from_async_iterable(make: Callable[[], AsyncIterable[T]]) -> AsyncIterableDataset[T]:

@@ -98,10 +98,14 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
             for key in _regular_files(self._root, "", levels, frozenset())
             if match.fullmatch(key)
         ]
-        self._keys = tuple(sorted(key for key in keys if suffix is None or key.endswith(suffix)))
+        self._keys = tuple(
+            sorted(key for key in keys if suffix is None or key.endswith(suffix))
+        )
         if not self._keys:
             searched = f"pattern={pattern!r}, suffix={suffix!r}"
-            raise EmptyListingError(f"no file matches {searched}", url=Path(self._root).as_uri())
+            raise EmptyListingError(
+                f"no file matches {searched}", url=Path(self._root).as_uri()
+            )
         self._set_labels(labels, classes)
 
     def __repr__(self) -> str:
@@ -119,7 +123,9 @@ class FileDataset(KeyedSamples, AsyncDataset[FileSample]):
         data = await run_blocking(_read, path)
         if data is None:
             data = await _read_in_pieces(path)
-        return FileSample(key, data, None if self._labels is None else self._labels[index])
+        return FileSample(
+            key, data, None if self._labels is None else self._labels[index]
+        )
 
 
 async def _read_in_pieces(path: str) -> bytes:

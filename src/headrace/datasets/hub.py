@@ -83,7 +83,11 @@ def hub(
         raise ValueError(
             f"{repository!r} must be datasets/…, spaces/… or models/…, and files= the paths in it"
         )
-    client: Any = {"token": token, "library_name": "headrace", "library_version": __version__}
+    client: Any = {
+        "token": token,
+        "library_name": "headrace",
+        "library_version": __version__,
+    }
     api = HfApi(**client)
     page = f"{api.endpoint}/{'' if kind == 'models' else kind + '/'}{name}"
     headers = build_hf_headers(**client)
@@ -122,19 +126,27 @@ def hub(
         folder = os.path.commonprefix(fixed).rpartition("/")[0]  # noqa: RUF071
         heads, found = dict[str, Head](), dict[str, Head]()
         with contextlib.suppress(EntryNotFoundError):
-            for entry in api.list_repo_tree(name, folder or None, recursive=True, **where):
+            for entry in api.list_repo_tree(
+                name, folder or None, recursive=True, **where
+            ):
                 if hasattr(entry, "size"):
                     heads[entry.path] = Head(entry.path, entry.size, None)
         for pattern in patterns:
             matching = {
-                path: heads[path] for path in filter(glob_expression(pattern).fullmatch, heads)
+                path: heads[path]
+                for path in filter(glob_expression(pattern).fullmatch, heads)
             }
             if not matching:
                 raise EmptyListingError(
-                    f"no file matches {pattern!r}; * and ? match within one directory", url=url
+                    f"no file matches {pattern!r}; * and ? match within one directory",
+                    url=url,
                 )
             found |= matching
         return found
 
-    store = Store(f"{page}/resolve/{commit}", options=store_options, timeout=timeout, retry=retry)
-    return tuple(Shard(store, path, head) for path, head in sorted(converted(list_files).items()))
+    store = Store(
+        f"{page}/resolve/{commit}", options=store_options, timeout=timeout, retry=retry
+    )
+    return tuple(
+        Shard(store, path, head) for path, head in sorted(converted(list_files).items())
+    )

@@ -33,7 +33,9 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     splits_by_rank = splits_over_workers = True
 
-    def __init__(self, dataset: Any, ranks: RankChoice, shuffle: bool, seed: int | None) -> None:
+    def __init__(
+        self, dataset: Any, ranks: RankChoice, shuffle: bool, seed: int | None
+    ) -> None:
         self._dataset = dataset
         self._ranks = ranks
         self._shuffle = bool(shuffle)
@@ -47,7 +49,9 @@ class IndexStream(FollowsEpoch, AsyncIterableDataset[T_co]):
 
     def __aiter__(self) -> _IndexIterator:
         """Start a pass."""
-        return _IndexIterator(self, self._ranks.shard().in_worker(), self._order_for(self._seed))
+        return _IndexIterator(
+            self, self._ranks.shard().in_worker(), self._order_for(self._seed)
+        )
 
     def sampler(self, reader: ReaderShare, order: Order) -> BlockSampler:
         """Return a sampler with the order of the dataset's loader.
@@ -76,7 +80,9 @@ class _IndexIterator(StreamOperation[Any]):
     options = ("shards", "shuffle", "blocks", "reader")
     fields = ("order", "given")
 
-    def __init__(self, stream: IndexStream[Any], reader: ReaderShare, order: Order) -> None:
+    def __init__(
+        self, stream: IndexStream[Any], reader: ReaderShare, order: Order
+    ) -> None:
         super().__init__(None)
         self._stream = stream
         self._dataset = dataset = stream._dataset

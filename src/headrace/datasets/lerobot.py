@@ -83,7 +83,10 @@ class LeRobotDataset(MappedDataset[_Fields]):
         by_path = {shard.key: shard for shard in shards}
         self.info, self.stats = _json(by_path, _INFO), _json(by_path, "meta/stats.json")
         with shard_errors("no dataset of version 3", f"{_INFO} beside {shards[0].name}"):
-            rows, fps = _EncodedRows(by_path, self.info, tolerance_s), float(self.info["fps"])
+            rows, fps = (
+                _EncodedRows(by_path, self.info, tolerance_s),
+                float(self.info["fps"]),
+            )
         for key, times in (delta_timestamps or {}).items():
             steps = [time * fps for time in times]
             near = all(abs(step - round(step)) <= tolerance_s * fps for step in steps)
@@ -132,7 +135,10 @@ class _EncodedRows(ParquetDataset):
         columns = [f"videos/{camera}/{name}" for camera, name in product(cameras, _PLACE)]
         self._episodes = _rows(files, "meta/episodes/", "dataset_to_index", *columns)
         ends = [row["dataset_to_index"] for row in self._episodes]
-        self.borders, self.offsets = np.array([0, *ends], np.int64), dict[str, list[int]]()
+        self.borders, self.offsets = (
+            np.array([0, *ends], np.int64),
+            dict[str, list[int]](),
+        )
         good = (np.diff(self.borders) > 0).all() and self.borders[-1] == len(self)
         check(good, f"its episodes are not those of {len(self)} rows")
         self._tolerance = tolerance
@@ -157,13 +163,19 @@ class _EncodedRows(ParquetDataset):
         made = map(partial(self._sample, rows), places.tolist(), episodes.tolist())
         samples = await asyncio.to_thread(list, made)
         values = chain(*(sample.values() for sample in samples))
-        videos = [each for each in values if isinstance(each, _Encoded) and each.times is not None]
+        videos = [
+            each
+            for each in values
+            if isinstance(each, _Encoded) and each.times is not None
+        ]
         if videos:
             clips = np.array([*chain(*(each.clips for each in videos))])
             ranges = Ranges(clips["video"], clips["start"], clips["stop"])
             views = iter(await read_ranges(ranges, self._videos.read_range, gap=0))
             for each in videos:
-                each.clips[:] = [self._videos.clip_of(clip, next(views)) for clip in each.clips]
+                each.clips[:] = [
+                    self._videos.clip_of(clip, next(views)) for clip in each.clips
+                ]
         return samples
 
     def _sample(self, rows: Mapping[int, _Fields], index: int, episode: int) -> _Fields:
@@ -182,13 +194,17 @@ class _EncodedRows(ParquetDataset):
                     sample[f"{key}_is_pad"] = torch.tensor(padded)
                 if kind == "video":
                     video, begin = self._place(key, self._episodes[episode])
-                    sample[key] = self._frames(video, [begin + row["timestamp"] for row in some])
+                    sample[key] = self._frames(
+                        video, [begin + row["timestamp"] for row in some]
+                    )
                 elif kind == "image":
                     images = [row[key]["bytes"] for row in some]
                     sample[key] = _Encoded(file, images, None, stacked)
                 else:
                     values: Any = [row[key] for row in some]
-                    values = values if kind in ("string", "language") else torch.tensor(values)
+                    values = (
+                        values if kind in ("string", "language") else torch.tensor(values)
+                    )
                     sample[key] = values if stacked else values[0]
         return sample
 
@@ -201,7 +217,11 @@ class _EncodedRows(ParquetDataset):
     def _frames(self, video: int, times: Sequence[float]) -> _Encoded:
         """Find the frames of a video at some times."""
         videos = self._videos
-        first, end, shard = videos._firsts[video], videos._ends[video], videos._shards[video]
+        first, end, shard = (
+            videos._firsts[video],
+            videos._ends[video],
+            videos._shards[video],
+        )
         nearest = first + np.searchsorted(self._middles[first : end - 1], times)
         found = videos.clips["seconds"][nearest]
         what = f"no frames of {shard.name} at {times} s; the nearest are at {found} s"

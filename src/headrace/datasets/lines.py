@@ -89,7 +89,11 @@ class LinesDataset(ShardedStream[Any]):
         )
 
     def _name_of(self, part: int, number: int) -> str:
-        line = "non-empty line" if _format_of(self._format, self._parts[part]) == "json" else "line"
+        line = (
+            "non-empty line"
+            if _format_of(self._format, self._parts[part]) == "json"
+            else "line"
+        )
         return f"{self._parts[part].name}, {line} {number + 1:,}"
 
 
@@ -139,7 +143,9 @@ class _Lines(RecordDecoder):
             yield from self._line(b"".join(self._parts), 1)
             self._parts = [part]
         if sum(map(len, self._parts)) > self._limit:
-            raise self._error(f"{self._name} is longer than line_limit={self._limit} bytes")
+            raise self._error(
+                f"{self._name} is longer than line_limit={self._limit} bytes"
+            )
 
     def finish(self) -> Iterator[Any]:
         last = b"".join(self._parts)

@@ -22,19 +22,51 @@ from headrace.datasets import offset_tables as tables
 from headrace.datasets.arrow import unpacked_size
 
 # Types by LitData's numbers. Some types have two numbers.
-_NUMPY_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "b1")
+_NUMPY_TYPES = (
+    "i1",
+    "i2",
+    "i4",
+    "i8",
+    "u1",
+    "u2",
+    "u4",
+    "u8",
+    "f2",
+    "f4",
+    "f8",
+    "c8",
+    "c16",
+    "b1",
+)
 _TORCH_TYPES = (
     "float32", "float32", "float64", "float64", "complex64", "complex64", "complex128",
     "complex128", "float16", "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32",
     "int32", "int64", "int64", "bool", "uint16",
 )  # fmt: skip
-_MEDIA = ("bytes", "file", "jpeg", "image", "tifffile", "video", "audio", "pdf", "nifti", "mesh")
+_MEDIA = (
+    "bytes",
+    "file",
+    "jpeg",
+    "image",
+    "tifffile",
+    "video",
+    "audio",
+    "pdf",
+    "nifti",
+    "mesh",
+)
 # Header of frames: magic, version, flags, number of samples, samples in a frame, number of frames.
 _FRAMES = struct.Struct("<8sHHIII")
 _ARROW = b"LDARW01\0"  # end of a chunk with an Arrow table
 _ROWS_AT_ONCE = 64  # rows of an Arrow table to convert to Python objects at once
 _FRAME = np.dtype(
-    [("first", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("stored", "<u4"), ("size", "<u4")]
+    [
+        ("first", "<u4"),
+        ("rows", "<u4"),
+        ("start", "<u8"),
+        ("stored", "<u4"),
+        ("size", "<u4"),
+    ]
 )
 
 
@@ -69,7 +101,11 @@ class LitDataset(tables.OffsetTableDataset[Any]):
     """
 
     def __init__(
-        self, url: StoreLike, *, seq_len: int | None = None, unpacked_bytes: int = UNPACKED_BYTES
+        self,
+        url: StoreLike,
+        *,
+        seq_len: int | None = None,
+        unpacked_bytes: int = UNPACKED_BYTES,
     ) -> None:
         store, (files, self._config) = tables.read_index(url, _parse)
         self._dims: dict[str, int] = self._config["dims"]
@@ -79,7 +115,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             what = f"seq_len={seq_len}: chunks of tokens need one, and others have none"
             raise ValueError(f"{what} ({store.name('index.json')})")
         self._seq_len = seq_len or 0
-        counts = [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
+        counts = (
+            [self._dims[file.key] // self._seq_len for file in files] if seq_len else ()
+        )
         self._of_arrow: set[str] = set()  # names of chunks with an Arrow table
         super().__init__(store, files, unpacked_bytes, counts)
         self._whole |= bool(self._of_arrow)
@@ -95,7 +133,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
             (f"leaf {leaf}, {format}", _decoder(format), None)
             for leaf, format in enumerate(formats)
         ]
-        return _assemble(self._config["data_spec"], iter(tables.decode_fields(data, fields)))
+        return _assemble(
+            self._config["data_spec"], iter(tables.decode_fields(data, fields))
+        )
 
     def _table(self, file: tables.TableFile, data: memoryview, shard: Shard) -> IntArray:
         begin = file.begin
@@ -112,7 +152,9 @@ class LitDataset(tables.OffsetTableDataset[Any]):
         tokens, size = self._dims[file.key], int(offsets[-1] - offsets[0])
         width = self._config["width"]
         if tokens * width != size:
-            raise shard.error(f"{size:,} bytes are not the {tokens:,} tokens of its index")
+            raise shard.error(
+                f"{size:,} bytes are not the {tokens:,} tokens of its index"
+            )
         first, step = int(offsets[0]), self._seq_len * width
         return np.arange(first, first + size + 1, step, dtype=np.int64)
 
@@ -160,7 +202,9 @@ def _rows_of_arrow(
         stored = data[begin + 8 * (bytes(data[begin : begin + 6]) == b"ARROW1") : -12]
         for message in pyarrow.ipc.MessageReader.open_stream(stored):
             check_unpacked(
-                unpacked_size(message.metadata, memoryview(message.body)), len(data), largest
+                unpacked_size(message.metadata, memoryview(message.body)),
+                len(data),
+                largest,
             )
         table = pyarrow.ipc.open_stream(stored).read_all()
         # Without the check, wrong offsets would lead outside the table's memory.
@@ -196,7 +240,9 @@ def _parse(index: Any) -> tuple[list[tables.TableFile], dict[str, Any]]:
     for chunk in index["chunks"]:
         name, rows, size = chunk["filename"], chunk["chunk_size"], chunk["chunk_bytes"]
         files.append(
-            tables.checked(name, rows, size, compression, size if config["framed"] else None)
+            tables.checked(
+                name, rows, size, compression, size if config["framed"] else None
+            )
         )
     config["dims"], config["width"] = {}, 0
     if loader == "TokensLoader":
@@ -224,7 +270,9 @@ def _assemble(spec: Any, leaves: Iterator[Any]) -> Any:
     if spec["type"] == "builtins.dict":
         return dict(zip(json.loads(spec["context"]), parts, strict=True))
     if spec["type"] not in _SEQUENCES:
-        raise ValueError(f"samples with {spec['type']!r} are not read; dict, list and tuple are")
+        raise ValueError(
+            f"samples with {spec['type']!r} are not read; dict, list and tuple are"
+        )
     return _SEQUENCES[spec["type"]](parts)
 
 
@@ -240,17 +288,25 @@ def _decoder(format: str) -> tables.FieldDecoder:
             raise ValueError(f"leaf {format!r} is of an unknown type")
         return partial(_values, kind, int(number), None)
     if kind not in _DECODERS and kind not in _MEDIA:
-        raise ValueError(f"leaf {format!r} is unknown; {', '.join((*_DECODERS, *_MEDIA))} are read")
+        raise ValueError(
+            f"leaf {format!r} is unknown; {', '.join((*_DECODERS, *_MEDIA))} are read"
+        )
     return bytes if kind in _MEDIA else _DECODERS[kind]
 
 
-def _values(kind: str, number: int, shape: tuple[int, ...] | None, data: memoryview) -> Any:
+def _values(
+    kind: str, number: int, shape: tuple[int, ...] | None, data: memoryview
+) -> Any:
     copied = bytearray(data)
     if kind.endswith("numpy"):
         found: Any = np.frombuffer(copied, f"<{_NUMPY_TYPES[number]}")
     else:
         dtype = getattr(torch, _TORCH_TYPES[number])
-        found = torch.frombuffer(copied, dtype=dtype) if copied else torch.empty(0, dtype=dtype)
+        found = (
+            torch.frombuffer(copied, dtype=dtype)
+            if copied
+            else torch.empty(0, dtype=dtype)
+        )
     return found if shape is None else found.reshape(shape)
 
 
@@ -262,7 +318,10 @@ def _with_header(kind: str, data: memoryview) -> Any:
     )
 
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"builtins.list": list, "builtins.tuple": tuple}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "builtins.list": list,
+    "builtins.tuple": tuple,
+}
 _DECODERS: dict[str, tables.FieldDecoder] = {
     "str": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),

@@ -71,7 +71,9 @@ class MDSDataset(tables.OffsetTableDataset[dict[str, Any]]):
     """
 
     def __init__(self, url: StoreLike, *, unpacked_bytes: int = UNPACKED_BYTES) -> None:
-        store, parsed = tables.read_index(url, lambda index: [*map(_parse_shard, index["shards"])])
+        store, parsed = tables.read_index(
+            url, lambda index: [*map(_parse_shard, index["shards"])]
+        )
         self._columns = [columns for _, columns in parsed]
         super().__init__(store, [file for file, _ in parsed], unpacked_bytes)
 
@@ -89,12 +91,19 @@ def _parse_shard(shard: Any) -> tuple[tables.TableFile, Columns]:
         kind = f"{shard['format']!r} in version {shard['version']!r}"
         raise ValueError(f"format {kind}; 'mds' in version 2 is read")
     raw, packed = shard["raw_data"], shard.get("zip_data")
-    name, stored = (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
+    name, stored = (
+        (packed["basename"], packed["bytes"]) if packed else (raw["basename"], None)
+    )
     file = tables.checked(
         name, shard["samples"], raw["bytes"], packed and shard["compression"], stored
     )
     columns = tuple(
-        zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
+        zip(
+            shard["column_names"],
+            shard["column_encodings"],
+            shard["column_sizes"],
+            strict=True,
+        )
     )
     for name, encoding, size in columns:
         if encoding == "pkl":

@@ -53,7 +53,9 @@ async def read_track(shard: Shard) -> tuple[Shard, VideoTrack]:
         if kind in (b"moov", b"moof") or not header <= length < size - at:
             break
     if kind != b"moov" or not header <= length <= min(size - at, _MOST_BYTES):
-        what = f"not mp4 or mov with a whole index (moov): begins as {bytes(first[:12])!r}"
+        what = (
+            f"not mp4 or mov with a whole index (moov): begins as {bytes(first[:12])!r}"
+        )
         remedy = "remux (ffmpeg -c copy), or decode whole files of an ObjectDataset"
         raise shard.error(f"{what}; {remedy}", at)
     with shard_errors("no video that can be read by ranges", shard.name, at):
@@ -72,7 +74,9 @@ def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:
     """
     length, kind = struct.unpack_from(">I4s", data)
     return (
-        (kind, 16, *struct.unpack_from(">Q", data, 8)) if length == 1 else (kind, 8, length or left)
+        (kind, 16, *struct.unpack_from(">Q", data, 8))
+        if length == 1
+        else (kind, 8, length or left)
     )
 
 
@@ -102,20 +106,28 @@ def _runs(box: memoryview, dtype: str, count: int) -> Array:
     A row of the table is a number of repetitions and a value.
     """
     rows = _rows(box, dtype)
-    check(rows["f0"].sum(dtype=float) == count, f"a table of times that is not for {count} frames")
+    check(
+        rows["f0"].sum(dtype=float) == count,
+        f"a table of times that is not for {count} frames",
+    )
     return np.repeat(rows["f1"].astype(np.int64), rows["f0"])
 
 
 def _parse(moov: memoryview, size: int) -> VideoTrack:
     movie = dict(_walk(moov))
     # Of several boxes of the same kind, the first counts.
-    tracks = [dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"]
+    tracks = [
+        dict(reversed([*_walk(box)])) for kind, box in _walk(moov) if kind == b"trak"
+    ]
     kinds = {bytes(each.get(b"hdlr", b"")[8:12]): each for each in reversed(tracks)}
     check(b"vide" in kinds, f"no track of video, but {[*kinds]}")
     track = kinds[b"vide"]
     check(b"mvex" not in movie, "fragmented mp4, whose index is not in one place")
     codecs = bytes(track[b"stsd"][4:16])
-    check(codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv", "encrypted, or of several codecs")
+    check(
+        codecs[:4] == b"\0\0\0\1" and codecs[8:] != b"encv",
+        "encrypted, or of several codecs",
+    )
     check(
         b"dref" not in track or bytes(track[b"dref"][19:20]) == b"\1",
         "the frames are in another file",
@@ -125,7 +137,10 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     at = 20 if mvhd[0] else 12
     (scale,) = struct.unpack_from(">I", mdhd, 20 if mdhd[0] else 12)
     most = min(_MOST_FRAMES, size // max(1, constant))
-    check(0 < count <= most and scale, f"{count} frames in {size} bytes, {scale} ticks a second")
+    check(
+        0 < count <= most and scale,
+        f"{count} frames in {size} bytes, {scale} ticks a second",
+    )
     frames = np.zeros(count, _FRAME)
     frames["size"] = constant or _rows(track[b"stsz"], ">u4", 8)
     frames["offset"] = _offsets(track, frames["size"].astype(np.int64))
@@ -134,10 +149,14 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
     if b"ctts" in track:
         pts += _runs(track[b"ctts"], ">u4,>i4", count)
     frames["sync"][
-        _rows(track[b"stss"], ">u4").astype(np.int64) - 1 if b"stss" in track else slice(None)
+        _rows(track[b"stss"], ">u4").astype(np.int64) - 1
+        if b"stss" in track
+        else slice(None)
     ] = True
     if b"elst" in track:
-        edits = _rows(track[b"elst"], ">u8,>i8,>u4" if track[b"elst"][0] else ">u4,>i4,>u4")
+        edits = _rows(
+            track[b"elst"], ">u8,>i8,>u4" if track[b"elst"][0] else ">u4,>i4,>u4"
+        )
         plain = (
             (edits["f1"][:-1] == -1).all()
             and (edits["f1"][-1:] >= 0).all()
@@ -146,17 +165,21 @@ def _parse(moov: memoryview, size: int) -> VideoTrack:
         check(len(edits) and plain, "an edit list of several parts, or of another speed")
         movie_scale = max(1, *struct.unpack_from(">I", mvhd, at))
         *empty, length = (
-            (2 * int(each) * scale + movie_scale) // (2 * movie_scale) for each in edits["f0"]
+            (2 * int(each) * scale + movie_scale) // (2 * movie_scale)
+            for each in edits["f0"]
         )
         shown = (pts >= edits["f1"][-1]) & (pts - int(edits["f1"][-1]) < length)
         # Not from the edit's begin: FFmpeg shows the first frame at once.
         shift = sum(empty) - int(pts[shown].min())
-    check(np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range")
+    check(
+        np.ptp(pts) + abs(shift) <= _MOST_SECONDS * scale, "times that are out of range"
+    )
     frames["pts"], frames["shown"] = pts + shift, shown
     # The movie gets the track's time scale: edits of clips are in ticks.
     head = _box(b"mvhd", mvhd[:at], struct.pack(">I", scale), mvhd[at + 4 :])
     copied = (
-        b"".join(_box(kind, track[kind]) for kind in kinds if kind in track) for kinds in _COPIED
+        b"".join(_box(kind, track[kind]) for kind in kinds if kind in track)
+        for kinds in _COPIED
     )
     return VideoTrack(frames, scale, (head, *copied))
 
@@ -166,7 +189,9 @@ def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
 
     Frames are in chunks. The tables give the chunks' offsets and numbers of frames.
     """
-    places = _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
+    places = (
+        _rows(track[b"co64"], ">u8") if b"co64" in track else _rows(track[b"stco"], ">u4")
+    )
     rows = _rows(track[b"stsc"], ">u4,>u4,>u4")
     runs = np.diff(rows["f0"], append=len(places) + 1).astype(np.int64)
     inside = rows["f1"].astype(np.int64)
@@ -176,10 +201,13 @@ def _offsets(track: dict[bytes, memoryview], sizes: Array) -> Array:
         and runs.astype(float) @ inside == len(sizes)
     )
     check(
-        counted and places.max() < 1 << 60, "tables of chunks and sizes that contradict each other"
+        counted and places.max() < 1 << 60,
+        "tables of chunks and sizes that contradict each other",
     )
     inside, before = np.repeat(inside, runs), np.cumsum(sizes) - sizes
-    first = np.repeat(before[np.minimum(np.cumsum(inside) - inside, len(sizes) - 1)], inside)
+    first = np.repeat(
+        before[np.minimum(np.cumsum(inside) - inside, len(sizes) - 1)], inside
+    )
     offsets: Array = np.repeat(places.astype(np.int64), inside) + before - first
     check(
         (offsets[1:] >= offsets[:-1] + sizes[:-1]).all(),
@@ -210,16 +238,19 @@ def clip_file(
         data: bytes of the original file, from the first of `frames` to the last.
     """
     head, track, media, info, description = boxes
-    durations, ftyp = frames["duration"].astype(np.int64), _box(b"ftyp", b"isom", bytes(4), b"isom")
+    durations, ftyp = (
+        frames["duration"].astype(np.int64),
+        _box(b"ftyp", b"isom", bytes(4), b"isom"),
+    )
     delays = frames["pts"] - frames["pts"][0] - (np.cumsum(durations) - durations)
     least = min(0, int(delays.min()))
     edit = struct.pack(
         ">IIQqI", 1 << 24, 1, end - begin, begin - int(frames["pts"][0]) - least, 1 << 16
     )
     times = _table(b"stts", 1, durations) + _table(b"ctts", 1, delays - least)
-    places = _table(b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8) + _table(
-        b"stsc", [1], 1, 1
-    )
+    places = _table(
+        b"stco", frames["offset"] - frames["offset"][0] + len(ftyp) + 8
+    ) + _table(b"stsc", [1], 1, 1)
     # With several sync samples, FFmpeg chooses where an edit begins and ends. The choice is not
     # always right in open groups, where frames are delayed. Other codecs may need the flag of each
     # frame.
@@ -228,5 +259,10 @@ def clip_file(
     media += _box(b"minf", info, _box(b"stbl", description, times, places, sizes))
     trak = _box(b"trak", track, _box(b"edts", _box(b"elst", edit)), _box(b"mdia", media))
     return b"".join(
-        (ftyp, struct.pack(">I4s", 8 + len(data), b"mdat"), data, _box(b"moov", head, trak))
+        (
+            ftyp,
+            struct.pack(">I4s", 8 + len(data), b"mdat"),
+            data,
+            _box(b"moov", head, trak),
+        )
     )

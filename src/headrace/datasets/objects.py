@@ -134,18 +134,24 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         columns = {"sizes": sizes, "etags": etags, "checksums": checksums}
         if keys is None:
             if any(column is not None for column in columns.values()):
-                raise ValueError("sizes=, etags= and checksums= need keys=, in the same order")
+                raise ValueError(
+                    "sizes=, etags= and checksums= need keys=, in the same order"
+                )
             self._catalog = background_loop().run(list_objects(self._store, suffix))
         else:
             if suffix is not None:
-                raise ValueError("suffix= is about a listing, and with keys= nothing is listed")
+                raise ValueError(
+                    "suffix= is about a listing, and with keys= nothing is listed"
+                )
             if len(keys) == 0:
                 raise ValueError("keys= is empty: a dataset needs at least one key")
             for name, column in columns.items():
                 if column is not None and len(column) != len(keys):
                     raise ValueError(f"{len(column)} {name}= for {len(keys)} keys=")
             self._catalog = Catalog(
-                StringArray(_key(self._store, row, value) for row, value in enumerate(keys)),
+                StringArray(
+                    _key(self._store, row, value) for row, value in enumerate(keys)
+                ),
                 None if sizes is None else array("q", map(_size, sizes)),
                 None if etags is None else StringArray(map(_etag, etags)),
                 None if checksums is None else StringArray(map(_checksum, checksums)),
@@ -170,7 +176,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
             version=None if catalog.etags is None else catalog.etags[index] or None,
             start=0,
             length=None if size == UNKNOWN else size,
-            checksum=None if catalog.checksums is None else catalog.checksums[index] or None,
+            checksum=None
+            if catalog.checksums is None
+            else catalog.checksums[index] or None,
         )
 
     def read_bytes(self, index: int) -> Awaitable[memoryview]:
@@ -178,7 +186,9 @@ class ObjectDataset(KeyedSamples, Cacheable[ObjectSample]):
         found = self.extent(index)
         key, size, checksum = found.key, found.length, found.checksum
         if size is None:
-            return self._store.read_all(key, index=index, etag=found.version, checksum=checksum)
+            return self._store.read_all(
+                key, index=index, etag=found.version, checksum=checksum
+            )
         head = Head(key, size, found.version)
         return self._store.read(key, 0, size, index=index, head=head, checksum=checksum)
 

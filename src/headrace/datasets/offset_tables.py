@@ -64,11 +64,15 @@ class OffsetTableDataset(RangedShards[T_co]):
         for format in formats:
             unpacker(format)  # raises an error now if a package is missing
         if len(keys := [file.key for file in files]) > len(set(keys)):
-            raise ShardError("its index has it twice", shard=store.name(max(keys, key=keys.count)))
+            raise ShardError(
+                "its index has it twice", shard=store.name(max(keys, key=keys.count))
+            )
         self._unpacked = UnpackedShards(unpacked_bytes)
         self._tables: dict[int, IntArray] = {}  # offsets of shards read as a whole
         opened = map_shards(partial(self._open, store), files)
-        super().__init__([shard for shard, _ in opened], counts or [file.rows for file in files])
+        super().__init__(
+            [shard for shard, _ in opened], counts or [file.rows for file in files]
+        )
         self._offsets = np.concatenate(
             [table for _, table in opened] or [np.zeros(1, np.int64)]
         ).astype(np.uint32)
@@ -93,10 +97,16 @@ class OffsetTableDataset(RangedShards[T_co]):
         first bytes of the shard.
         """
         if len(data) < file.begin:
-            raise shard.error(f"no room for {file.rows:,} samples, which its index says it has")
-        rows, offsets = np.split(np.frombuffer(data[: file.begin], "<u4").astype(np.int64), [1])
+            raise shard.error(
+                f"no room for {file.rows:,} samples, which its index says it has"
+            )
+        rows, offsets = np.split(
+            np.frombuffer(data[: file.begin], "<u4").astype(np.int64), [1]
+        )
         if rows != file.rows:
-            raise shard.error(f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0)
+            raise shard.error(
+                f"{rows[0]:,} samples, and {file.rows:,} in its index", offset=0
+            )
         check_offsets(offsets, file.begin, file.size, shard)
         return offsets
 
@@ -126,7 +136,9 @@ class OffsetTableDataset(RangedShards[T_co]):
             return Ranges(shards, rows, rows + 1)
         at = places + shards  # a table has one offset more than samples
         return Ranges(
-            shards, self._offsets[at].astype(np.int64), self._offsets[at + 1].astype(np.int64)
+            shards,
+            self._offsets[at].astype(np.int64),
+            self._offsets[at + 1].astype(np.int64),
         )
 
     def extent(self, index: int) -> Extent:
@@ -195,7 +207,9 @@ def check_offsets(offsets: IntArray, begin: int, end: int, shard: Shard) -> None
     """Raise `ShardError` unless the offsets ascend from `begin` or later to `end`."""
     if offsets[0] < begin or offsets[-1] != end or (np.diff(offsets) < 0).any():
         span = f"from {offsets[0]:,} to {offsets[-1]:,}"
-        raise shard.error(f"its offsets, {span}, are not those of {end:,} bytes", offset=4)
+        raise shard.error(
+            f"its offsets, {span}, are not those of {end:,} bytes", offset=4
+        )
 
 
 def read_index(url: StoreLike, parse: Callable[[Any], T_co]) -> tuple[Store, T_co]:
@@ -277,7 +291,11 @@ def raw_image(data: memoryview) -> ByteArray:
 def several(data: memoryview, decode: FieldDecoder = bytes) -> list[Any]:
     """Decode values, stored after the number of values and the sizes."""
     count = int(np.frombuffer(data[:4], "<u4")[0])
-    ends = 4 * count + 4 + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)
+    ends = (
+        4 * count
+        + 4
+        + np.cumsum(np.frombuffer(data[4 : 4 * count + 4], "<u4"), dtype=np.int64)
+    )
     if len(ends) != count or (count and ends[-1] != len(data)):
         raise ValueError(f"{len(data)} bytes are not {count} values")
     return [

@@ -14,7 +14,13 @@ import numpy as np
 from headrace._base.array_types import IntArray, Uint32Array
 from headrace._base.text import check_names, whole_number
 from headrace._records.batches import Rows
-from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
+from headrace._shards.discovery import (
+    OnOpeningError,
+    Shard,
+    Shards,
+    find_shards,
+    open_each,
+)
 from headrace._shards.parquet import SUFFIXES, RowGroup, read_footer, read_footer_or_list
 from headrace._shards.tables import (
     Selection,
@@ -70,7 +76,9 @@ class TableDataset(IndexedShards[Any]):
         check_names("columns", columns)
         names = None if columns is None else tuple(columns)
         if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"columns={list(names)} must be at least one name, without repetition")
+            raise ValueError(
+                f"columns={list(names)} must be at least one name, without repetition"
+            )
         self.gives_tables = format == "arrow"
         self._unpacked = UnpackedShards(whole_number("unpacked_bytes", unpacked_bytes, 1))
         filters = as_expression(filters)
@@ -89,7 +97,9 @@ class TableDataset(IndexedShards[Any]):
         else:
             self._filter(files, selections, filters, on_error)
         counts = (
-            [*map(len, self._passing)] if self._passing else [group.rows for group in self._groups]
+            [*map(len, self._passing)]
+            if self._passing
+            else [group.rows for group in self._groups]
         )
         super().__init__([group.footer.shard for group in self._groups], counts)
         self._schemas = {selection.serialized: selection for selection in selections}
@@ -108,10 +118,16 @@ class TableDataset(IndexedShards[Any]):
             groups = table_file.row_groups(needed, filters)
             found = await map_all(partial(_passing, filters), groups, _FILTERED_AT_ONCE)
             pairs = zip(groups, found, strict=True)
-            return [(replace(group, selection=given), rows) for group, rows in pairs if len(rows)]
+            return [
+                (replace(group, selection=given), rows)
+                for group, rows in pairs
+                if len(rows)
+            ]
 
         needed = filter_columns(files, filters)
-        found = open_each([*zip(files, needed, selections, strict=True)], read, on_error=on_error)
+        found = open_each(
+            [*zip(files, needed, selections, strict=True)], read, on_error=on_error
+        )
         for group, rows in chain.from_iterable(found):
             self._groups.append(group)
             self._passing.append(rows)
@@ -155,7 +171,12 @@ class TableDataset(IndexedShards[Any]):
         Row groups not in memory are read concurrently.
         """
         order: IntArray | None = None
-        if isinstance(indices, range) and len(indices) and indices.start >= 0 and indices.step == 1:
+        if (
+            isinstance(indices, range)
+            and len(indices)
+            and indices.start >= 0
+            and indices.step == 1
+        ):
             wanted = self._neighbours(indices)
         else:
             wanted, order = self._by_group(indices)
@@ -181,10 +202,16 @@ class TableDataset(IndexedShards[Any]):
         if self.gives_tables:
             table = pyarrow.concat_tables([part.take() for part in parts])
             return Rows(
-                table if order is None else _take(table.combine_chunks(), np.argsort(order))
+                table
+                if order is None
+                else _take(table.combine_chunks(), np.argsort(order))
             )
         made = [*chain.from_iterable(part.as_rows() for part in parts)]
-        return made if order is None else [made[place] for place in np.argsort(order).tolist()]
+        return (
+            made
+            if order is None
+            else [made[place] for place in np.argsort(order).tolist()]
+        )
 
     def _neighbours(self, indices: range) -> list[_Wanted]:
         """Return the rows of each row group, for consecutive indices."""
@@ -192,7 +219,9 @@ class TableDataset(IndexedShards[Any]):
         number, row = self.locate(indices.start)
         self.locate(indices.stop - 1)  # may raise an IndexError
         while left > 0:
-            rows = range(row, min(row + left, int(self._ends[number] - self._firsts[number])))
+            rows = range(
+                row, min(row + left, int(self._ends[number] - self._firsts[number]))
+            )
             wanted.append((number, rows))
             number, row, left = number + 1, 0, left - len(rows)
         return wanted
@@ -300,8 +329,12 @@ class ParquetDataset(TableDataset):
     _suffixes = SUFFIXES
 
     @staticmethod
-    def _open_files(shards: Sequence[Shard], on_error: OnOpeningError) -> Sequence[TableFile]:
-        found = chain.from_iterable(open_each(shards, read_footer_or_list, on_error=on_error))
+    def _open_files(
+        shards: Sequence[Shard], on_error: OnOpeningError
+    ) -> Sequence[TableFile]:
+        found = chain.from_iterable(
+            open_each(shards, read_footer_or_list, on_error=on_error)
+        )
         return open_each([*found], read_footer, on_error=on_error)
 
 
@@ -334,7 +367,11 @@ class _Part(NamedTuple):
             return self.take().to_pylist()  # type: ignore[no-any-return]
         except Exception as error:  # OverflowError, UnicodeDecodeError and others
             cause = f"{type(error).__name__}: {error}"
-            which = f"row {self.rows[0]:,} of it" if len(self.rows) == 1 else "some of its rows"
+            which = (
+                f"row {self.rows[0]:,} of it"
+                if len(self.rows) == 1
+                else "some of its rows"
+            )
             remedy = "read it with format='arrow'"
             what = f"{which} cannot be converted to Python objects; {remedy}: {cause}"
             raise self.group.error(what) from None

@@ -89,12 +89,16 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         self._ranks = RankChoice(options.get("rank"), options.get("world_size"))
         given: Mapping[str, Any] = options
         defaults = ReadAhead._field_defaults.items()
-        sizes = (whole_number(name, given.get(name, default), 1) for name, default in defaults)
+        sizes = (
+            whole_number(name, given.get(name, default), 1) for name, default in defaults
+        )
         self._ahead = ReadAhead(*sizes)
         self._shuffle = bool(options.get("shuffle", False))
         self._buffer_size = whole_number("buffer_size", options.get("buffer_size", 0))
         self._seed = checked_seed(options.get("seed"))
-        self._parts = find_shards(shards, suffixes=self.suffixes, store=options.get("store"))
+        self._parts = find_shards(
+            shards, suffixes=self.suffixes, store=options.get("store")
+        )
         for shard in self._parts if self.suffixes else ():
             refuse_unsupported(shard.name)
 
@@ -203,7 +207,9 @@ class ShardedStream(FollowsEpoch, AsyncIterableDataset[T_co]):
         samples = ShardIterator(self, reader, order)
         if not self._buffer_size:
             return samples
-        return ShuffleBuffer(samples, self._buffer_size, order._replace(number=1 + reader.index))
+        return ShuffleBuffer(
+            samples, self._buffer_size, order._replace(number=1 + reader.index)
+        )
 
     def _options(self) -> dict[str, object]:
         """Return the options that must match a loaded state."""
@@ -243,7 +249,9 @@ class IndexedDataset(RangedShards[T_co]):
         decoder_of: makes the decoder of a shard.
     """
 
-    def __init__(self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf) -> None:
+    def __init__(
+        self, opened: OpenedIndex, unpacked_bytes: int, decoder_of: DecoderOf
+    ) -> None:
         super().__init__(opened.shards, opened.file.counts[opened.numbers])
         self._unpacked = UnpackedShards(unpacked_bytes)
         self._index, self._numbers = opened.file, opened.numbers
@@ -262,13 +270,17 @@ class IndexedDataset(RangedShards[T_co]):
         """Make the sample at `index`; raises `ShardError` for invalid bytes."""
         return self.samples_of([index], [data])[0]
 
-    def samples_of(self, indices: Sequence[int], data: Sequence[memoryview]) -> list[T_co]:
+    def samples_of(
+        self, indices: Sequence[int], data: Sequence[memoryview]
+    ) -> list[T_co]:
         """Make the samples of a batch.
 
         Invalid bytes raise `ShardError`.
         """
         ranges = self.ranges(indices)
-        return list(map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data))
+        return list(
+            map(self.decode, ranges.objects.tolist(), ranges.starts.tolist(), data)
+        )
 
     @property
     def lengths(self) -> Uint32Array:
@@ -280,9 +292,13 @@ class IndexedDataset(RangedShards[T_co]):
         index = self._index
         if len(index.lengths) < index.counts.sum():
             what = f"the index {index.name} has no lengths"
-            raise ValueError(f"{what}; make it again: headrace index URL --length module:function")
+            raise ValueError(
+                f"{what}; make it again: headrace index URL --length module:function"
+            )
         firsts, counts = index.firsts[self._numbers], index.counts[self._numbers]
-        return index.lengths[np.repeat(firsts - self._firsts, counts) + np.arange(len(self))]
+        return index.lengths[
+            np.repeat(firsts - self._firsts, counts) + np.arange(len(self))
+        ]
 
     @functools.cached_property
     def blocks(self) -> Blocks:
@@ -297,7 +313,9 @@ class IndexedDataset(RangedShards[T_co]):
     def shard_size(self, number: int) -> int:
         """Return the number of unpacked bytes of a shard."""
         index, place = self._index, self._numbers[number]
-        return int(index.ends[place]) if index.pieces[place] else super().shard_size(number)
+        return (
+            int(index.ends[place]) if index.pieces[place] else super().shard_size(number)
+        )
 
     async def read_range(
         self, number: int, start: int, stop: int, *, index: Any = None
@@ -326,7 +344,9 @@ class IndexedDataset(RangedShards[T_co]):
     async def _unpack(self, number: int, first: list[int], last: list[int]) -> ByteArray:
         shard, (start, begin), (stop, end) = self._shards[number], first, last
         data = await shard.read(start, stop)
-        unpacked = await asyncio.to_thread(unpack_object, data, shard.key, shard.name, end - begin)
+        unpacked = await asyncio.to_thread(
+            unpack_object, data, shard.key, shard.name, end - begin
+        )
         return np.frombuffer(unpacked, np.uint8)
 
     def decode(self, number: int, start: int, data: memoryview) -> T_co:
@@ -338,7 +358,9 @@ class IndexedDataset(RangedShards[T_co]):
             data: bytes of the sample.
         """
         # A decoder is used again after a good sample: a third less time.
-        decoder = self._decoders.pop(number, None) or self._decoder_of(self._shards[number])
+        decoder = self._decoders.pop(number, None) or self._decoder_of(
+            self._shards[number]
+        )
         sample: T_co = decoder.whole_sample(data, start)
         if len(self._decoders) < MOST_DECODERS:
             self._decoders[number] = decoder

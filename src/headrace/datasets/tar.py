@@ -106,14 +106,19 @@ class TarDataset(ShardedStream[dict[str, Any]]):
     def decoder(self, shard: Shard) -> TarSamples:
         """Return the decoder of a shard."""
         return TarSamples(
-            shard.name, fields=self._fields, uniform=self._uniform, member_limit=self._member_limit
+            shard.name,
+            fields=self._fields,
+            uniform=self._uniform,
+            member_limit=self._member_limit,
         )
 
     def index_decoder(self, shard: Shard) -> TarSamples:
         """Return the decoder for indexing a shard, with all fields."""
         return TarSamples(shard.name, uniform=True)
 
-    def _indexed(self, opened: OpenedIndex, unpacked_bytes: int) -> IndexedDataset[dict[str, Any]]:
+    def _indexed(
+        self, opened: OpenedIndex, unpacked_bytes: int
+    ) -> IndexedDataset[dict[str, Any]]:
         if self._member_limit != MEMBER_LIMIT:
             raise ValueError("member_limit= is an option of the stream alone")
         flawed = opened.numbers[opened.file.flawed[opened.numbers] > 0]

@@ -79,9 +79,7 @@ class _Records(RecordDecoder):
         while len(held) >= at + 12:
             length = int.from_bytes(size := held[at : at + 8], "little")
             if not self._is_right(size, held[at + 8 : at + 12]) or length > _LARGEST:
-                what = (
-                    "length is damaged or above 1 GiB; or the file is no TFRecord, or is compressed"
-                )
+                what = "length is damaged or above 1 GiB; or the file is compressed, or no TFRecord"
                 raise self._error(f"{self._name}: its {what}")
             if len(held) < (end := at + 12 + length) + 4:
                 self._needed = 16 + length

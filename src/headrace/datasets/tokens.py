@@ -13,13 +13,21 @@ import numpy as np
 
 from headrace._base.array_types import AnyDType, IntArray
 from headrace._shards.compression import refuse_compressed
-from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
+from headrace._shards.discovery import (
+    OnOpeningError,
+    Shard,
+    Shards,
+    find_shards,
+    open_each,
+)
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.arrays import ArrayRows, npy_layout
 from headrace.errors import ObjectNotFoundError, ShardError, StoreError
 
-TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+TokenType = Literal[
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"
+]
 
 _SUFFIXES = (".bin", ".ds", ".npy")
 # Bytes read of each shard; the header of a one-dimensional array takes 128.
@@ -109,7 +117,9 @@ class TokenDataset(ArrayRows):
         if seq_len is not None and (seq_len < 1 or step < 1):
             raise ValueError(f"seq_len={seq_len} and stride={stride} must be at least 1")
         if dtype is not None and dtype not in get_args(TokenType):
-            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}")
+            raise ValueError(
+                f"dtype={dtype!r} must be one of {', '.join(get_args(TokenType))}"
+            )
         found = find_shards(shards, suffixes=_SUFFIXES, store=store)
         for shard in found:  # before any request
             refuse_compressed(shard.name)
@@ -130,7 +140,9 @@ class TokenDataset(ArrayRows):
         shape = (-1 if seq_len is None else seq_len,)
         super().__init__(shards, counts, begins, dtypes, step, shape, np.dtype(np.int64))
         if not len(self):
-            kind = "a document" if seq_len is None else f"the {seq_len} tokens of a window"
+            kind = (
+                "a document" if seq_len is None else f"the {seq_len} tokens of a window"
+            )
             raise ValueError(f"none of {len(files)} shards has {kind}")
 
     @property
@@ -144,7 +156,9 @@ class TokenDataset(ArrayRows):
         # A difference of bounds between two shards is not a sample.
         between = self._ends + np.arange(len(self._ends))
         lengths = np.delete(np.diff(self._bounds), between[:-1])
-        lengths //= self._dtype.itemsize if self._dtype else np.repeat(self._sizes, self.counts)
+        lengths //= (
+            self._dtype.itemsize if self._dtype else np.repeat(self._sizes, self.counts)
+        )
         return lengths
 
     def ranges(self, indices: Sequence[int]) -> Ranges:
@@ -172,7 +186,9 @@ async def _open_file(
     first, key = bytes(data[:_BEGINNING]), shard.key.lower()
     size = shard.size
     begin, bounds = 0, None
-    if first.startswith(np.lib.format.MAGIC_PREFIX) or (raw is None and key.endswith(".npy")):
+    if first.startswith(np.lib.format.MAGIC_PREFIX) or (
+        raw is None and key.endswith(".npy")
+    ):
         layout = npy_layout(first, shard, " (raw tokens need dtype=)")
         begin, dtype, shape = layout.begin, layout.dtype, layout.shape
         if len(shape) != 1 or dtype.kind not in "ui":
@@ -195,7 +211,9 @@ async def _open_file(
         dtype = np.dtype(raw or "uint16").newbyteorder("<")
         count, rest = divmod(size, dtype.itemsize)
         if rest:
-            what = f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
+            what = (
+                f"truncated: {size} bytes are not a whole number of {dtype.name} tokens"
+            )
             raise shard.error(what)
         _check_width(first, dtype.itemsize, raw, shard)
     if begin + count * dtype.itemsize != size:
@@ -221,7 +239,9 @@ def _check_width(first: bytes, width: int, raw: str | None, shard: Shard) -> Non
         return
     what = f"these look like tokens of more bits, but are read as {8 * width}"
     if raw is None:
-        raise shard.error(f"{what}; give dtype='int32' or 'int64', or 'uint16' if it is right")
+        raise shard.error(
+            f"{what}; give dtype='int32' or 'int64', or 'uint16' if it is right"
+        )
     warnings.warn(f"{what}: {shard.name}", UserWarning, stacklevel=1)
 
 
@@ -242,7 +262,9 @@ class _TokenIndex(NamedTuple):
     bounds: IntArray | None
 
 
-async def _read_index(shard: Shard, dtype: str | None, documents: bool) -> _TokenIndex | None:
+async def _read_index(
+    shard: Shard, dtype: str | None, documents: bool
+) -> _TokenIndex | None:
     """Read the index beside a shard of known size.
 
     Megatron writes ``.idx``. datatrove writes ``.ds.index``. None if there is no index, or if an
@@ -322,7 +344,12 @@ async def _megatron(file: Shard, size: int, documents: bool) -> _TokenIndex:
     if not documents:
         return _TokenIndex(dtype, count, None)
     order = np.frombuffer(await file.read(orders, orders + 8 * bounds), "<i8")
-    if not bounds or order[0] != 0 or order[-1] != sequences or (order[1:] < order[:-1]).any():
+    if (
+        not bounds
+        or order[0] != 0
+        or order[-1] != sequences
+        or (order[1:] < order[:-1]).any()
+    ):
         what = f"its documents are not all of its {sequences} sequences, in their order"
         raise file.error(what, orders)
     return _TokenIndex(dtype, count, ends[order] * width)

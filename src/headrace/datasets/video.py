@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from headrace._shards.discovery import OnOpeningError, Shard, Shards, find_shards, open_each
+from headrace._shards.discovery import (
+    OnOpeningError,
+    Shard,
+    Shards,
+    find_shards,
+    open_each,
+)
 from headrace._store.ranges import Ranges
 from headrace._store.store import StoreLike
 from headrace.datasets.cached import RangedShards
@@ -97,7 +103,9 @@ class VideoDataset(RangedShards[VideoClip]):
             shard, track = await read_track(shard)
             return shard, track, _clips(shard, track, length, stride, frames is not None)
 
-        shards, self._tracks, clips = zip(*open_each(found, read, on_error=on_error), strict=True)
+        shards, self._tracks, clips = zip(
+            *open_each(found, read, on_error=on_error), strict=True
+        )
         super().__init__(shards, [*map(len, clips)])
         self.clips = np.concatenate(clips)
         self.clips["video"] = np.repeat(np.arange(len(clips)), self.counts)
@@ -134,7 +142,9 @@ class VideoDataset(RangedShards[VideoClip]):
         return VideoClip(self._shards[number].key, float(clip["seconds"]), times, file)
 
 
-def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count: bool) -> Array:
+def _clips(
+    shard: Shard, track: VideoTrack, length: float, stride: float, count: bool
+) -> Array:
     """Return the clips of a video.
 
     `length` and `stride` are numbers of frames if `count` is true, else seconds.
@@ -143,7 +153,10 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
     pts, shown = frames["pts"], np.flatnonzero(frames["shown"])
     shown = shown[np.argsort(pts[shown], kind="stable")]
     times = pts[shown]
-    ends = min(times[-1] + frames["duration"][shown[-1]], pts[pts > times[-1]].min(initial=1 << 62))
+    ends = min(
+        times[-1] + frames["duration"][shown[-1]],
+        pts[pts > times[-1]].min(initial=1 << 62),
+    )
     if (np.diff(times) == 0).any():
         raise shard.error("two frames have the same time")
     if count:
@@ -177,6 +190,8 @@ def _clips(shard: Shard, track: VideoTrack, length: float, stride: float, count:
     clips["start"] = frames["offset"][first]
     clips["stop"] = frames["offset"][last - 1] + frames["size"][last - 1]
     needed = np.append(0, np.cumsum(frames["size"], dtype=np.int64))
-    if (clips["stop"] - clips["start"] > (16 << 20) + 8 * (needed[last] - needed[first])).any():
+    if (
+        clips["stop"] - clips["start"] > (16 << 20) + 8 * (needed[last] - needed[first])
+    ).any():
         raise shard.error("the frames of a clip are spread over the file")
     return clips

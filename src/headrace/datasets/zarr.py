@@ -118,7 +118,9 @@ class ZarrDataset(RangedDataset[Any]):
         self._windows = {**windows}
         self._names = None if arrays is None or isinstance(arrays, str) else list(arrays)
         folder = self._path.strip("/")
-        opened_as = partial(open_array, source, self._prefix, folder, axis, windows, cache_bytes)
+        opened_as = partial(
+            open_array, source, self._prefix, folder, axis, windows, cache_bytes
+        )
         names = [str(arrays or "")] if self._names is None else self._names
         self._arrays: list[AsyncArray[Any]] = map_shards(opened_as, names)
         lengths = {
@@ -167,7 +169,9 @@ class ZarrDataset(RangedDataset[Any]):
         blocks, rows = np.divmod(places, self._step)
         return Ranges(blocks * self._count + windows, rows, rows + 1)
 
-    async def read_range(self, number: int, start: int, stop: int, *, index: Any = None) -> Any:
+    async def read_range(
+        self, number: int, start: int, stop: int, *, index: Any = None
+    ) -> Any:
         """Read neighbouring samples in a block, as views of arrays."""
         number, window = divmod(number, self._count)
         first = number * self._step + start
@@ -177,14 +181,21 @@ class ZarrDataset(RangedDataset[Any]):
             *(self._reads.get(key, partial(self._read_block, *key)) for key in keys)
         )
         return [
-            [chunk[row + number, ...] for chunk, (_, row) in zip(chunks, places, strict=True)]
+            [
+                chunk[row + number, ...]
+                for chunk, (_, row) in zip(chunks, places, strict=True)
+            ]
             for number in range(stop - start)
         ]
 
     def sample_of(self, index: int, data: Any) -> Any:
         """Return the sample in `data`."""
         sample = [_tensor(row) for row in data[0]]
-        return sample[0] if self._names is None else dict(zip(self._names, sample, strict=True))
+        return (
+            sample[0]
+            if self._names is None
+            else dict(zip(self._names, sample, strict=True))
+        )
 
     async def _read_block(self, number: int, block: int, window: int) -> AnyArray:
         """Read a window of the samples of a chunk, along the first axis."""

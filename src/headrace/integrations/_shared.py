@@ -39,7 +39,9 @@ def copied_to(loader: DataLoader[Any], device: torch.device | None) -> DataLoade
     if spec.options["device"] is None and target is not None:
         made.__dict__.setdefault("device", device)  # a subclass may define the same name
         options = cast(LoaderOptions, {**spec.options, "device": device})
-        made._control = made._control.with_spec(spec._replace(options=options, device=target))
+        made._control = made._control.with_spec(
+            spec._replace(options=options, device=target)
+        )
     return made
 
 
@@ -181,7 +183,9 @@ def save_state(state: State, folder: str | Path, name: str, rank: int) -> None:
     except Exception as error:
         part.unlink()
         text = "the state of the loader's dataset, iterator or sampler cannot be saved"
-        raise StateError(f"{text}: torch.load(weights_only=True) refuses values in it") from error
+        raise StateError(
+            f"{text}: torch.load(weights_only=True) refuses values in it"
+        ) from error
     os.replace(part, path)
 
 

@@ -20,7 +20,12 @@ from headrace._ranks.rankinfo import RankInfo, temporary_rank
 from headrace._streams.kinds import splits_by_rank
 from headrace._streams.torch_views import unwrap, without_adapter
 from headrace._torchcompat.portable_collate import PortableCollate, without_transform
-from headrace.integrations._shared import BatchwiseSampler, copied_to, load_state, save_state
+from headrace.integrations._shared import (
+    BatchwiseSampler,
+    copied_to,
+    load_state,
+    save_state,
+)
 from headrace.loader import DataLoader
 
 __all__ = ["PreparedLoader", "prepare"]
@@ -30,7 +35,9 @@ T_co = TypeVar("T_co", covariant=True)
 _END = object()
 
 
-def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> PreparedLoader[Any]:
+def prepare(
+    accelerator: accelerate.Accelerator, loader: DataLoader[Any]
+) -> PreparedLoader[Any]:
     """Prepare a headrace loader for accelerate.
 
     `Accelerator.prepare` turns other loaders into plain torch loaders, and leaves a loader prepared
@@ -78,14 +85,18 @@ def prepare(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pre
     return prepared
 
 
-def _loaders(accelerator: accelerate.Accelerator) -> Iterator[tuple[str, PreparedLoader[Any]]]:
+def _loaders(
+    accelerator: accelerate.Accelerator,
+) -> Iterator[tuple[str, PreparedLoader[Any]]]:
     """Yield the prepared loaders of an accelerator, with file names."""
     for number, loader in enumerate(accelerator._dataloaders):
         if isinstance(loader, PreparedLoader):
             yield f"headrace_loader_{number}", loader
 
 
-def _save(accelerator: accelerate.Accelerator, models: Any, weights: Any, folder: str) -> None:
+def _save(
+    accelerator: accelerate.Accelerator, models: Any, weights: Any, folder: str
+) -> None:
     for name, loader in _loaders(accelerator):
         save_state(loader.state_dict(), folder, name, loader._rank.rank)
 
@@ -144,7 +155,11 @@ class PreparedLoader(DataLoader[T_co]):
     __aiter__ = None  # type: ignore[assignment]  # accelerate's loops are synchronous
 
     def _as_rank(self) -> contextlib.AbstractContextManager[None]:
-        return temporary_rank(self._rank) if self._rank.world_size > 1 else contextlib.nullcontext()
+        return (
+            temporary_rank(self._rank)
+            if self._rank.world_size > 1
+            else contextlib.nullcontext()
+        )
 
     def _one_ahead(
         self, batches: Iterator[Any], iteration: object, remainder: int
@@ -194,7 +209,10 @@ class PreparedLoader(DataLoader[T_co]):
     def _portable(self, collate_fn: Callable[[Any], object]) -> Callable[[Any], object]:
         transform = self._control.spec.options["transform"]
         return PortableCollate(
-            without_transform(collate_fn), transform, batched=self._auto_collation, warn=_refuse
+            without_transform(collate_fn),
+            transform,
+            batched=self._auto_collation,
+            warn=_refuse,
         )
 
 
@@ -206,7 +224,9 @@ def _refuse() -> NoReturn:
     )
 
 
-def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> PreparedLoader[Any]:
+def _divided(
+    accelerator: accelerate.Accelerator, loader: DataLoader[Any]
+) -> PreparedLoader[Any]:
     """Return a prepared copy of a loader.
 
     The copy gives this rank's batches, on this rank's device. A prepared loader is returned
@@ -218,17 +238,27 @@ def _divided(accelerator: accelerate.Accelerator, loader: DataLoader[Any]) -> Pr
         raise ValueError(
             f"headrace loaders cannot be prepared for {kind}, which needs loaders of its own"
         )
-    if accelerator.split_batches or accelerator.dispatch_batches or not accelerator.even_batches:
+    if (
+        accelerator.split_batches
+        or accelerator.dispatch_batches
+        or not accelerator.even_batches
+    ):
         raise ValueError(
             "each rank reads equal numbers of whole batches: headrace loaders do not support "
             "split_batches=True, dispatch_batches=True and even_batches=False"
         )
-    made: Any = copied_to(loader, accelerator.device if accelerator.device_placement else None)
+    made: Any = copied_to(
+        loader, accelerator.device if accelerator.device_placement else None
+    )
     cls: Any = type(loader)
     made.__class__ = (
         PreparedLoader
         if cls is DataLoader
-        else type(f"Prepared{cls.__name__}", (PreparedLoader, cls), {"__module__": cls.__module__})
+        else type(
+            f"Prepared{cls.__name__}",
+            (PreparedLoader, cls),
+            {"__module__": cls.__module__},
+        )
     )
     _divide(made, accelerator)
     return cast(PreparedLoader[Any], made)
@@ -240,7 +270,9 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) ->
     loader.collate_fn = loader.collate_fn
     order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler: Any = getattr(order, "sampler", order)
-    own = next((each for each in (sampler, order) if isinstance(each, DistributedSampler)), None)
+    own = next(
+        (each for each in (sampler, order) if isinstance(each, DistributedSampler)), None
+    )
     if loader._control.spec.kind.is_iterable or own is not None:
         # The stream or sampler divides samples among ranks.
         _check_ranks(loader, own, rank)
@@ -258,7 +290,9 @@ def _divide(loader: PreparedLoader[Any], accelerator: accelerate.Accelerator) ->
 
 
 def _share_order(
-    loader: PreparedLoader[Any], accelerator: accelerate.Accelerator, batches: BatchSampler
+    loader: PreparedLoader[Any],
+    accelerator: accelerate.Accelerator,
+    batches: BatchSampler,
 ) -> None:
     """Share the order of a loader among the ranks, batch by batch."""
     seed = loader._control.spec.options["seed"]
@@ -268,7 +302,9 @@ def _share_order(
     if isinstance(generator, torch.Generator):
         (seed,) = broadcast_object_list([generator.initial_seed()])
     size, drop_last = batches.batch_size, batches.drop_last
-    sampler = BatchwiseSampler(batches.sampler, size, loader._rank, seed, drop_last=drop_last)
+    sampler = BatchwiseSampler(
+        batches.sampler, size, loader._rank, seed, drop_last=drop_last
+    )
     attributes = loader.__dict__  # torch forbids to set samplers after `__init__`
     attributes.update(sampler=sampler, drop_last=drop_last)
     if loader.batch_sampler is not None:
@@ -282,10 +318,16 @@ def _data_parallel_rank(accelerator: accelerate.Accelerator) -> RankInfo:
     Ranks of tensor and context parallelism share batches, and so share a data-parallel rank.
     """
     mesh: Any = accelerator._prepare_device_mesh()
-    sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    sizes = (
+        {}
+        if mesh is None
+        else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    )
     shared = sizes.get("tp", 1) * sizes.get("cp", 1)
     return RankInfo(
-        accelerator.process_index // shared, accelerator.num_processes // shared, "accelerate"
+        accelerator.process_index // shared,
+        accelerator.num_processes // shared,
+        "accelerate",
     )
 
 

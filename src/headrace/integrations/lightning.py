@@ -76,13 +76,17 @@ class _Positions:
 
     on_exception = teardown
 
-    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Any, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         self.checkpoint = checkpoint
 
     def on_train_epoch_end(self, *_: Any, **__: Any) -> None:
         self.checkpoint, self.begun = None, {}
 
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Any, module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         saved = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if states := saved.get("combined_loader"):
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
@@ -135,7 +139,11 @@ class _Positions:
         Returns:
             Whether the Trainer needs an empty iteration first.
         """
-        trainer, control, position = self.trainer, loader._control, loader._control.position
+        trainer, control, position = (
+            self.trainer,
+            loader._control,
+            loader._control.position,
+        )
         if not (trainer.training and loader in tree_leaves(trainer.train_dataloader)):
             evaluated = (
                 trainer.val_dataloaders,
@@ -165,7 +173,11 @@ class _Positions:
         Returns:
             Whether the Trainer needs an empty iteration first.
         """
-        trainer, control, position = self.trainer, loader._control, loader._control.position
+        trainer, control, position = (
+            self.trainer,
+            loader._control,
+            loader._control.position,
+        )
         epoch, batches = saved["epoch_progress"], saved["epoch_loop.batch_progress"]
         begun, total = epoch["total"], batches["total"]
         ended = epoch["current"]["ready"] == epoch["current"]["processed"]
@@ -176,7 +188,9 @@ class _Positions:
         trained = batches["current"]["completed"] + in_batch
         states = saved["state_dict"].get("combined_loader")
         pairs = (
-            list(zip(_stateful(trainer.train_dataloader), states, strict=True)) if states else []
+            list(zip(_stateful(trainer.train_dataloader), states, strict=True))
+            if states
+            else []
         )
         if pairs and not position.resumed:
             loader.load_state_dict(next(state for each, state in pairs if each is loader))
@@ -191,7 +205,9 @@ class _Positions:
             control.set_epoch(loader, epoch["current"]["processed"] + counted)
             return False
         if counted or ended:  # no batch of the saved epoch is left to read
-            position.resumed = tuple(each._replace(over=True) for each in position.resumed)
+            position.resumed = tuple(
+                each._replace(over=True) for each in position.resumed
+            )
         with control.ranked() as rank:
             left = position.batches_left(loader, rank)
             more = 0
@@ -216,7 +232,9 @@ class _Positions:
 def _stateful(loaders: Any) -> list[Any]:
     found = tree_leaves(loaders)
     return [
-        each for each in found if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+        each
+        for each in found
+        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
     ]
 
 
@@ -234,7 +252,9 @@ def callbacks(package: str = "lightning.pytorch") -> list[Any]:
 
 def _callback(package: str) -> Any:
     return type(
-        "Positions", (_Positions, importlib.import_module(package).Callback), {"package": package}
+        "Positions",
+        (_Positions, importlib.import_module(package).Callback),
+        {"package": package},
     )()
 
 

@@ -48,17 +48,25 @@ def prepare_data_loader(
         >>> TorchTrainer(train, scaling_config=scaling).fit()                  # doctest: +SKIP
     """
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"expected a headrace.DataLoader, but got a {type(loader).__name__}")
+        raise TypeError(
+            f"expected a headrace.DataLoader, but got a {type(loader).__name__}"
+        )
     ranks = ray.train.get_context().get_world_size()
     sampler = _elastic_sampler(loader, ranks) if add_dist_sampler else None
     device = ray.train.torch.get_device() if move_to_device else None
     placed = copied_to(loader, device)
     if sampler is None:
-        return loader if placed._control.spec.device == loader._control.spec.device else placed
+        return (
+            loader
+            if placed._control.spec.device == loader._control.spec.device
+            else placed
+        )
     attributes = placed.__dict__  # torch forbids to set samplers after `__init__`
     attributes["sampler"] = sampler
     if loader.batch_size is not None:
-        attributes["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+        attributes["batch_sampler"] = BatchSampler(
+            sampler, loader.batch_size, loader.drop_last
+        )
     return placed
 
 
@@ -75,7 +83,9 @@ def _elastic_sampler(loader: DataLoader[Any], ranks: int) -> ElasticSampler | No
     if isinstance(getattr(order, "sampler", order), DistributedSampler):
         return None
     if (computed := computed_order(order)) and len(order) == len(loader.dataset):
-        return ElasticSampler(loader.dataset, shuffle=computed.shuffle, seed=computed.seed)
+        return ElasticSampler(
+            loader.dataset, shuffle=computed.shuffle, seed=computed.seed
+        )
     if ranks == 1:
         return None
     raise ValueError(

@@ -77,7 +77,8 @@ class HeadraceDataLoader:
         """
         while (
             self._epochs is None
-            or self.loader._control.position.states(self.loader, 0)[0].epoch < self._epochs
+            or self.loader._control.position.states(self.loader, 0)[0].epoch
+            < self._epochs
         ):
             may_be_over, self._restored = self._restored, False
             empty = True

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate.data_loader import IterableDatasetShard
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint, has_length
 from transformers.utils import is_datasets_available
@@ -116,7 +121,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             collate_fn = self._get_collator_with_removed_columns(
                 collate_fn, description=description
             )
-        rank, ranks, drop_last = args.process_index, args.world_size, args.dataloader_drop_last
+        rank, ranks, drop_last = (
+            args.process_index,
+            args.world_size,
+            args.dataloader_drop_last,
+        )
         seed = args.seed if args.data_seed is None else args.data_seed
         order: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
         if kind_of(dataset).is_iterable:
@@ -131,7 +140,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             computed = computed_order(sampler) if is_training else None
             if computed is not None and len(sampler) == len(dataset):
                 of_ranks = {"rank": rank, "world_size": ranks, "drop_last": drop_last}
-                sampler = ElasticSampler(dataset, shuffle=computed.shuffle, seed=seed, **of_ranks)
+                sampler = ElasticSampler(
+                    dataset, shuffle=computed.shuffle, seed=seed, **of_ranks
+                )
             order["sampler"] = sampler
             # A BatchRebalanceSampler draws batches, and divides batches among ranks.
             if isinstance(sampler, BatchRebalanceSampler):
@@ -185,7 +196,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         self._checkpoint = (
-            Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+            Path(resume_from_checkpoint)
+            if isinstance(resume_from_checkpoint, str)
+            else None
         )
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -216,7 +229,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._checkpoint is None or args.ignore_data_skip:
             return values
         epochs, steps_per_epoch, *others, batches, last_step = values
-        step = TrainerState.load_from_json(str(self._checkpoint / "trainer_state.json")).global_step
+        step = TrainerState.load_from_json(
+            str(self._checkpoint / "trainer_state.json")
+        ).global_step
         rank = RankInfo(args.process_index, args.world_size, "transformers")
         accumulation, sized = args.gradient_accumulation_steps, has_length(dataloader)
         try:
@@ -241,14 +256,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "with samples repeated."
             )
             raise
-        left = dataloader._control.position.batches_left(dataloader, rank) if sized else None
+        left = (
+            dataloader._control.position.batches_left(dataloader, rank) if sized else None
+        )
         epoch, left = state.epoch, batches - state.steps if left is None else left
         if sized and left <= 0:
             dataloader._control.position.skip_rest()
             epoch, left = epoch + 1, batches
-        steps_before, steps_left = (batches - left) // accumulation, -(-left // accumulation)
+        steps_before, steps_left = (
+            (batches - left) // accumulation,
+            -(-left // accumulation),
+        )
         before = steps_before * accumulation
-        self._resumed = _ContinuedEpoch(epoch, before, before + left, steps_before + steps_left)
+        self._resumed = _ContinuedEpoch(
+            epoch, before, before + left, steps_before + steps_left
+        )
         done = (epoch + 1) * steps_per_epoch - steps_left  # in steps of the present size
         if step == done or not sized:
             return values
@@ -256,7 +278,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if args.max_steps > 0:
             epochs = math.ceil((done + args.max_steps - step) / steps_per_epoch)
         else:
-            last_step = step + max(math.ceil(args.num_train_epochs * steps_per_epoch) - done, 0)
+            last_step = step + max(
+                math.ceil(args.num_train_epochs * steps_per_epoch) - done, 0
+            )
         warnings.warn(
             "saved with other numbers of ranks, samples in a batch or batches in a step. "
             f"Of epoch {epoch}, {left} of {batches} batches are left for each rank. "
@@ -290,14 +314,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 )
         super()._run_epoch(**arguments)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
         """Save the model, and for checkpoints the loader's state.
 
         Overrides the method of `transformers.Trainer`.
         """
         super().save_model(output_dir, _internal_call)
         loader = self.callback_handler.train_dataloader
-        in_checkpoint = _internal_call and self.is_in_train and not self.args.save_only_model
+        in_checkpoint = (
+            _internal_call and self.is_in_train and not self.args.save_only_model
+        )
         if in_checkpoint and output_dir is not None and isinstance(loader, DataLoader):
             save_state(loader.state_dict(), output_dir, _NAME, self.args.process_index)
 
@@ -308,7 +336,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """
         if not isinstance(dataloader, DataLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        if self.args.world_size > 1 and dataloader._control.spec.options["on_error"] != "raise":
+        if (
+            self.args.world_size > 1
+            and dataloader._control.spec.options["on_error"] != "raise"
+        ):
             raise ValueError(
                 "on_error= must be 'raise' in evaluation by several ranks: "
                 "results are gathered by batch"

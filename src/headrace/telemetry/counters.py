@@ -82,7 +82,11 @@ class LoaderStats:
     @property
     def wait_share(self) -> float:
         """Share of the time spent waiting, from 0 to 1."""
-        return min(1.0, self.wait_seconds / self.elapsed_seconds) if self.elapsed_seconds else 0.0
+        return (
+            min(1.0, self.wait_seconds / self.elapsed_seconds)
+            if self.elapsed_seconds
+            else 0.0
+        )
 
 
 class Counters:

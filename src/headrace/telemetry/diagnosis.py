@@ -94,7 +94,9 @@ class _Model:
     def __init__(self, figures: Figures, setup: Setup) -> None:
         self.figures, self.setup = figures, setup
         self.in_call = 0.0 if setup.placement == "inline" else figures.in_call_seconds
-        of_workers = figures.workers_busy / setup.num_workers if setup.num_workers else 0.0
+        of_workers = (
+            figures.workers_busy / setup.num_workers if setup.num_workers else 0.0
+        )
         self.floor = figures.period * max(figures.engine_cpu, of_workers)
         # Number of samples planned ahead.
         self.ahead = setup.look_ahead * figures.samples / figures.batches
@@ -134,7 +136,11 @@ def _waiting(compute: float, step: float) -> float:
 def diagnose(figures: Figures, setup: Setup) -> Diagnosis:
     """Diagnose an iteration, without advice that changes nothing."""
     found = _diagnosed(figures, setup)
-    if found.predicted is None or found.limit in ("consumer", "start-up") or not figures.compute:
+    if (
+        found.predicted is None
+        or found.limit in ("consumer", "start-up")
+        or not figures.compute
+    ):
         return found
     if (1.0 - found.predicted) > GAIN * (1.0 - figures.wait_share):
         return found
@@ -160,7 +166,9 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
     busy = figures.start_up <= figures.seconds and working > BUSY_WORKERS * max(
         1, setup.num_workers
     )
-    blocks = figures.blocked * total > max(BLOCKED_LOOP * total, BLOCKED_WAITING * waiting)
+    blocks = figures.blocked * total > max(
+        BLOCKED_LOOP * total, BLOCKED_WAITING * waiting
+    )
     if blocks and not busy and waiting > FEW_WAITS * total:
         place = f" in {figures.blocked_in}" if figures.blocked_in else ""
         return Diagnosis(
@@ -194,7 +202,9 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         )
         return Diagnosis("consumer", evidence, predicted=figures.wait_share)
     used = figures.workers_cpu + setup.engines * figures.engine_cpu + figures.consumer_cpu
-    queued = max(figures.engine_queued, figures.workers_queued / max(1, setup.num_workers))
+    queued = max(
+        figures.engine_queued, figures.workers_queued / max(1, setup.num_workers)
+    )
     if queued > max(TAKEN, figures.wait_share / 2) and used < BUSY_LOOP * setup.cores:
         return Diagnosis(
             "cores",
@@ -203,7 +213,10 @@ def _diagnosed(figures: Figures, setup: Setup) -> Diagnosis:
         )
     if busy:
         return _working(model)
-    waits = {stage: sum(figures.waits[step] for step in steps) for stage, steps in STAGES.items()}
+    waits = {
+        stage: sum(figures.waits[step] for step in steps)
+        for stage, steps in STAGES.items()
+    }
     stage = max(waits, key=waits.__getitem__)
     # Without workers a stream's functions run in `next()`, whatever the cause of the wait.
     many = IDLE_WORKERS * setup.num_workers or figures.wait_share / 2
@@ -235,7 +248,9 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
             "which copies the next batches while the loop computes",
             model.without(waited),
         )
-    if figures.waits["loop"] > figures.waits["hand-over"] and (found := _busy_loop(model)):
+    if figures.waits["loop"] > figures.waits["hand-over"] and (
+        found := _busy_loop(model)
+    ):
         return found
     change: dict[str, Any] = {}
     advice = (
@@ -247,7 +262,11 @@ def _passing(stage: str, waited: float, model: _Model) -> Diagnosis:
         advice = f'placement="thread"; or {advice}'
     evidence = f"{part} of the waiting is for batches that are assembled, on their way to the loop"
     return Diagnosis(
-        "transport", evidence, advice, model.without(waited + figures.waits["delivery"]), change
+        "transport",
+        evidence,
+        advice,
+        model.without(waited + figures.waits["delivery"]),
+        change,
     )
 
 
@@ -345,7 +364,11 @@ def _busy_loop(model: _Model) -> Diagnosis | None:
             advice += f"; or engines={engines}, which spreads it over cores"
             change = {"engines": engines}
         return model.faster("event-loop", evidence, advice, factor, **change)
-    if setup.placement == "thread" and busy + figures.consumer_cpu > BUSY_LOOP and setup.cores > 1:
+    if (
+        setup.placement == "thread"
+        and busy + figures.consumer_cpu > BUSY_LOOP
+        and setup.cores > 1
+    ):
         evidence += f" and your loop {share(figures.consumer_cpu)}, under one GIL"
         advice = 'placement="process"'
         return model.faster(
@@ -407,7 +430,9 @@ def _more_in_flight(
     if setup.fixed_look_ahead:
         change["prefetch_factor"] = None  # the look-ahead then follows `concurrency`
     if wanted > in_flight or not change:
-        in_flight = min(setup.most_concurrency, 1 << math.ceil(math.log2(max(1.0, wanted))))
+        in_flight = min(
+            setup.most_concurrency, 1 << math.ceil(math.log2(max(1.0, wanted)))
+        )
         change["concurrency"] = in_flight
     advice = ", ".join(f"{name}={value}" for name, value in change.items()) + condition
     now = max(1.0, min(figures.concurrency, model.ahead))
@@ -468,5 +493,7 @@ def _working(model: _Model) -> Diagnosis:
             "await in aget what transforms wait for: a worker waits for one thing at a time; "
             f"or {advice}"
         )
-    step = max(each / number, figures.engine_cpu * figures.period, figures.compute + others)
+    step = max(
+        each / number, figures.engine_cpu * figures.period, figures.compute + others
+    )
     return Diagnosis("workers", evidence, advice, _waiting(figures.compute, step), change)

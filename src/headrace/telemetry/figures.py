@@ -12,7 +12,16 @@ from headrace._records.batches import RequestCounts
 from headrace.telemetry.counters import BatchRecord
 
 # Steps in which `next()` may wait for a batch, in order.
-WAITS = ("plan", "queue", "fetch", "worker queue", "work", "loop", "hand-over", "delivery")
+WAITS = (
+    "plan",
+    "queue",
+    "fetch",
+    "worker queue",
+    "work",
+    "loop",
+    "hand-over",
+    "delivery",
+)
 
 SLOW = 3.0  # a slow fetch takes more than this many times the median
 FIRST = 20  # number of first fetches; the second shortest had to wait for few others
@@ -21,7 +30,11 @@ FIRST = 20  # number of first fetches; the second shortest had to wait for few o
 def _percentile(values: Iterable[float], part: float) -> float:
     """Return a percentile of values, or 0.0 without values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))] if ordered else 0.0
+    return (
+        ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))]
+        if ordered
+        else 0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,9 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
     waited = sum(record.returned - record.called for record in rest)
     fetched = [each.fetched - each.began for each in times]
     slow = SLOW * _percentile([taken for taken in fetched if taken > 0], 0.5)
-    timed = [record.times.fetch_seconds for record in records if record.times.fetch_seconds]
+    timed = [
+        record.times.fetch_seconds for record in records if record.times.fetch_seconds
+    ]
     # The order of assembly may differ from the order of delivery.
     begin, *_, end = sorted((first.times, *times), key=lambda each: each.assembled)
     engine_seconds = max(1e-9, end.assembled - begin.assembled)
@@ -126,7 +141,9 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         if each.work_queued:
             queued.setdefault(each.worked_by, []).append(each.work_queued)
     in_call = [
-        each.work_ended - each.work_began for each in times if each.work_began >= each.assembled
+        each.work_ended - each.work_began
+        for each in times
+        if each.work_began >= each.assembled
     ]
     delivering = [record.returned - record.taken for record in rest]
     blocked = end.blocked - first.times.blocked + min(start_up, first.times.blocked)
@@ -145,7 +162,9 @@ def figures_of(records: Sequence[BatchRecord]) -> Figures:
         ),
         in_call_seconds=sum(delivering + in_call) / len(rest),
         compute=max(0.0, seconds - waited) / len(rest),
-        fetch_seconds=tuple(_percentile(timed, part) for part in (0.5, 0.9, 0.99) if timed),
+        fetch_seconds=tuple(
+            _percentile(timed, part) for part in (0.5, 0.9, 0.99) if timed
+        ),
         first_fetch_seconds=_percentile(timed[:FIRST], 0.05),
         quick_fetch_seconds=_percentile(timed, 0.2),
         in_flight=fmean(load.in_flight for load in loads),
@@ -173,7 +192,11 @@ def steps_of(record: BatchRecord) -> list[tuple[str, float]]:
     Each step has its end time, or 0.0 if the batch skipped the step.
     """
     times = record.times
-    fetching = [("plan", times.admitted), ("queue", times.began), ("fetch", times.fetched)]
+    fetching = [
+        ("plan", times.admitted),
+        ("queue", times.began),
+        ("fetch", times.fetched),
+    ]
     work, assembled = ("work", times.work_ended), ("loop", times.assembled)
     if times.work_began > times.assembled:  # work on the consumer's thread
         return [*fetching, assembled, ("hand-over", times.work_began), work]

@@ -81,15 +81,21 @@ class Report(Figures, Diagnosis):
             facts["fetches in flight"] = f"{self.in_flight:.0f} of {self.concurrency}"
         if self.fetch_seconds:
             pairs = zip(("p50", "p90", "p99"), self.fetch_seconds, strict=True)
-            facts["a fetch takes"] = ", ".join(f"{name} {seconds(each)}" for name, each in pairs)
+            facts["a fetch takes"] = ", ".join(
+                f"{name} {seconds(each)}" for name, each in pairs
+            )
         if self.workers_busy >= 0.05:
-            facts["batches in work"] = f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"
+            facts["batches in work"] = (
+                f"{self.workers_busy:.1f}, on {self.workers_cpu:.1f} cores"
+            )
         if self.engine_cpu:
             facts["event loop busy"] = share(self.engine_cpu)
         if self.blocked >= 0.01:
             facts["event loop blocked"] = share(self.blocked)
         requests = dataclasses.asdict(self.requests).items()
-        return facts | {name.replace("_", " "): f"{count:,}" for name, count in requests if count}
+        return facts | {
+            name.replace("_", " "): f"{count:,}" for name, count in requests if count
+        }
 
 
 _IN_FLIGHT = "if more fetches at once take no longer each"
@@ -101,11 +107,17 @@ _LIMITS = {
         "The store's rate limit is the limit",
         "if the store answers as many requests as now",
     ),
-    "source": ("The source, or the link to it, is the limit", "if it gives as much as now"),
+    "source": (
+        "The source, or the link to it, is the limit",
+        "if it gives as much as now",
+    ),
     "event-loop": ("The event loop is the limit", "if nothing else becomes slower"),
     "cores": ("The limit is cores that other processes or threads take", ""),
     "blocked-loop": ("A blocking call on the event loop is the limit", ""),
-    "workers": ("Transforms and collation are the limit", "if each worker has a core of its own"),
+    "workers": (
+        "Transforms and collation are the limit",
+        "if each worker has a core of its own",
+    ),
     "order": ("The order of batches is the limit", "if the others take as long as now"),
     "transport": ("Sending batches is the limit", "if that takes no time"),
     "copy": ("Delivery inside next() is the limit", "if that takes no time"),

@@ -71,7 +71,9 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Path]:
 def _write(path: Path, delivered: list[tuple[Counters, BatchRecord, int]]) -> None:
     events = _Events()
     # The next level of compression is a third slower, and saves a tenth.
-    opened: Any = functools.partial(gzip.open, compresslevel=1) if path.suffix == ".gz" else open
+    opened: Any = (
+        functools.partial(gzip.open, compresslevel=1) if path.suffix == ".gz" else open
+    )
     with opened(path, "wt", encoding="utf-8") as file:
         file.write('{"traceEvents":[\n')
         for loader, record, thread in delivered:
@@ -107,7 +109,9 @@ class _Events:
         # The calls of an iteration have one id. The training step is the time between two calls.
         call = self._calls.setdefault((name, record.iteration), next(self._ids))
         begin, end = _us(record.called), _us(record.returned)
-        yield from _span("next()", name, self.pid, thread, call, begin, end, _args(record))
+        yield from _span(
+            "next()", name, self.pid, thread, call, begin, end, _args(record)
+        )
 
     def _journey(self, record: BatchRecord, name: str) -> Iterator[str]:
         """Yield the way of a batch through the stages.
@@ -140,7 +144,14 @@ class _Events:
         for batch, slot, began, ended in struct.iter_unpack("4d", fetches.rows):
             args = f'{{"batch":{batch:.0f},"slot":{slot:.0f}}}'
             yield from _span(
-                "single fetch", name, pid, tid, next(self._ids), _us(began), _us(ended), args
+                "single fetch",
+                name,
+                pid,
+                tid,
+                next(self._ids),
+                _us(began),
+                _us(ended),
+                args,
             )
         if load.limit:
             values = (
@@ -178,16 +189,30 @@ def _named(place: tuple[int, int], name: str) -> str:
     """Return the event that names a thread or process."""
     pid, tid = place
     kind = "thread_name" if tid else "process_name"
-    return f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{"name":"{name}"}}}}'
+    return (
+        f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{"name":"{name}"}}}}'
+    )
 
 
 def _span(
-    name: str, loader: str, pid: int, tid: int, number: int, begin: int, end: int, args: str
+    name: str,
+    loader: str,
+    pid: int,
+    tid: int,
+    number: int,
+    begin: int,
+    end: int,
+    args: str,
 ) -> tuple[str, str]:
     """Return the begin and the end of an async slice."""
     of = f'"cat":"{loader}","id2":{{"local":{number}}},"pid":{pid},"tid":{tid},"name":"{name}"'
-    return f'{{"ph":"b",{of},"ts":{begin},"args":{args}}}', f'{{"ph":"e",{of},"ts":{end}}}'
+    return (
+        f'{{"ph":"b",{of},"ts":{begin},"args":{args}}}',
+        f'{{"ph":"e",{of},"ts":{end}}}',
+    )
 
 
 def _counters(pid: int, name: str, at: int, values: str) -> str:
-    return f'{{"ph":"C","pid":{pid},"tid":0,"name":"{name}","ts":{at},"args":{{{values}}}}}'
+    return (
+        f'{{"ph":"C","pid":{pid},"tid":0,"name":"{name}","ts":{at},"args":{{{values}}}}}'
+    )

@@ -9,7 +9,16 @@ from tests.faults.watching import session_of
 
 
 def test_the_demo_trains_compares_and_leaves_no_process():
-    command = [sys.executable, "examples/demo", "--latency", "1", "--epochs", "3", "--copies", "2"]
+    command = [
+        sys.executable,
+        "examples/demo",
+        "--latency",
+        "1",
+        "--epochs",
+        "3",
+        "--copies",
+        "2",
+    ]
     demo = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -47,7 +47,9 @@ def read_for_ever(wire, folder, seed, max_bytes):
     async def read():
         while True:
             numbers = source.sample(range(COUNT), 8)
-            found = await asyncio.gather(*(read_number(cache, number) for number in numbers))
+            found = await asyncio.gather(
+                *(read_number(cache, number) for number in numbers)
+            )
             assert found == [data_of(number) for number in numbers]
 
     wire.send("ready")

@@ -29,7 +29,9 @@ def write_shards(folder: Path) -> None:
         values = range(first, first + count)
         first += count
         (folder / f"{number}.txt").write_text("".join(f"{value}\n" for value in values))
-        tar = members(*((f"{value:04}.txt", f"{value:<700}".encode()) for value in values))
+        tar = members(
+            *((f"{value:04}.txt", f"{value:<700}".encode()) for value in values)
+        )
         (folder / f"{number}.tar").write_bytes(tar)
 
 
@@ -43,7 +45,9 @@ def tars(folder, **options):
 
 
 def lines(folder, **options):
-    dataset = hr.LinesDataset(folder, chunk_bytes=10, shards_in_parallel=2, shuffle=True, **options)
+    dataset = hr.LinesDataset(
+        folder, chunk_bytes=10, shards_in_parallel=2, shuffle=True, **options
+    )
     return dataset.map(int)
 
 
@@ -71,13 +75,20 @@ def elastic(folder):
 KINDS = {
     "elastic sampler": Kind(elastic, global_cursor=True, state_bytes=1000),
     "tar, split by samples": Kind(lambda folder: (tars(folder).split(), None)),
-    "tar, shuffled": Kind(lambda folder: (tars(folder, shuffle=True, buffer_size=8), None)),
+    "tar, shuffled": Kind(
+        lambda folder: (tars(folder, shuffle=True, buffer_size=8), None)
+    ),
     "lines": Kind(lambda folder: (lines(folder), None)),
 }
 
 
 def rank(
-    kind: str, shards: Path, path: Path, state: Any, options: dict[str, Any], killed_after: int
+    kind: str,
+    shards: Path,
+    path: Path,
+    state: Any,
+    options: dict[str, Any],
+    killed_after: int,
 ) -> None:
     """Give out batches until the epoch ends, or save the state after some of them, go on, and wait to be killed.
 
@@ -90,7 +101,9 @@ def rank(
         killed_after: number of the batch to save the state after; 0 to save the state at the end.
     """
     dataset, sampler = KINDS[kind].make(shards)
-    loader: hr.DataLoader[Any] = hr.DataLoader(dataset, 2, sampler=sampler, seed=3, **options)
+    loader: hr.DataLoader[Any] = hr.DataLoader(
+        dataset, 2, sampler=sampler, seed=3, **options
+    )
     if state is not None:
         loader.load_state_dict(state)
     given: list[int] = []

@@ -89,7 +89,9 @@ def test_samples_of_a_stream_are_those_of_a_fixed_number(numbers, script):
             expected = list(fixed)
         numbers.update(script)
         with loader(make(), transform=None) as automatic:
-            assert [str(batch) for batch in automatic] == [str(batch) for batch in expected]
+            assert [str(batch) for batch in automatic] == [
+                str(batch) for batch in expected
+            ]
 
 
 @pytest.mark.parametrize("placement", ["auto", "thread"])
@@ -136,17 +138,24 @@ class Augment:
     """A transform with a generator that the program draws from too."""
 
     def __init__(self):
-        self.torchs, self.numpys = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.torchs, self.numpys = (
+            torch.Generator().manual_seed(3),
+            np.random.default_rng(3),
+        )
 
     def __call__(self, sample):
-        return sample + torch.rand((), generator=self.torchs).item() + self.numpys.random()
+        return (
+            sample + torch.rand((), generator=self.torchs).item() + self.numpys.random()
+        )
 
     def draw(self):
         return [torch.rand((), generator=self.torchs).item(), self.numpys.random()]
 
 
 @pytest.mark.parametrize("num_workers", [2, "auto"])
-def test_generators_of_the_program_go_on_beside_the_workers_that_have_a_copy(numbers, num_workers):
+def test_generators_of_the_program_go_on_beside_the_workers_that_have_a_copy(
+    numbers, num_workers
+):
     numbers.update({2: 3, 20: 1})
     augment, alone = Augment(), Augment()
     with loader(transform=augment, num_workers=num_workers) as automatic:
@@ -173,7 +182,9 @@ def test_loop_may_end_at_any_moment_of_a_change(numbers):
     ],
 )
 def test_arguments_that_exclude_it(arguments):
-    with pytest.raises(ValueError, match="needs an async dataset, engines on this machine"):
+    with pytest.raises(
+        ValueError, match="needs an async dataset, engines on this machine"
+    ):
         loader(**arguments)
 
 
@@ -181,12 +192,15 @@ def test_loader_is_rebuilt_with_it():
     automatic = loader()
     assert (automatic.num_workers, automatic.prefetch_factor) == (1, 2)
     rebuilt = loader(
-        **{name: vars(automatic)[name] for name in ("num_workers", "prefetch_factor", "collate_fn")}
+        **{
+            name: vars(automatic)[name]
+            for name in ("num_workers", "prefetch_factor", "collate_fn")
+        }
     )
     assert vars(rebuilt)["num_workers"] == "auto"
-    assert rebuilt._control.spec.look_ahead(rebuilt) == automatic._control.spec.look_ahead(
-        automatic
-    )
+    assert rebuilt._control.spec.look_ahead(
+        rebuilt
+    ) == automatic._control.spec.look_ahead(automatic)
     assert loader(engines=2).num_workers == 2
     assert loader(persistent_workers=True, prefetch_factor=3).prefetch_factor == 3
 

@@ -30,7 +30,9 @@ async def test_warning_of_a_stream_that_is_too_long_points_at_the_loop():
     assert [warning.filename for warning in (*caught, *in_async_for)] == [__file__] * 4
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="with an accelerator nothing is said")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="with an accelerator nothing is said"
+)
 def test_warning_that_nothing_is_pinned_points_at_the_line_that_iterates():
     with pytest.warns(UserWarning, match="no accelerator is found") as caught:
         iter(hr.DataLoader([1], pin_memory=True))

@@ -56,7 +56,9 @@ def test_async_for_delivers_the_same_batches_on_every_event_loop(
     dataset, num_workers, consumer_loop, engine_loop
 ):
     async def scenario():
-        async with hr.DataLoader(dataset, batch_size=4, num_workers=num_workers) as loader:
+        async with hr.DataLoader(
+            dataset, batch_size=4, num_workers=num_workers
+        ) as loader:
             found = [[batch.tolist() async for batch in loader] for _ in range(2)]
             return [*found, lists(loader)]  # `for` works inside a running loop, too
 
@@ -107,7 +109,9 @@ class Watched(Numbers):
         """What was asked for when the engine, having come to `count`, has nothing left to do."""
         with self.reached:
             self.reached.wait_for(lambda: self.asked >= count)
-        asyncio.run_coroutine_threadsafe(anyio.wait_all_tasks_blocked(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(
+            anyio.wait_all_tasks_blocked(), self.loop
+        ).result()
         return self.asked
 
 
@@ -135,7 +139,9 @@ def test_consumer_that_stops_reading_stops_the_fetching(options, ahead):
 
 @STAGES
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_error_keeps_its_type_has_its_location_and_iteration_continues(stage, num_workers):
+def test_error_keeps_its_type_has_its_location_and_iteration_continues(
+    stage, num_workers
+):
     with failing(stage, 5, num_workers=num_workers) as loader:
         first, second, error, last = drain(iter(loader))
         assert lists([first, second, last]) == [[0, 1], [2, 3], [6, 7]]
@@ -174,7 +180,9 @@ def test_stop_iteration_of_user_code_does_not_end_an_epoch(stage, stop):
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_interrupt_on_this_thread_passes_and_its_batch_is_assembled_again(stage, stop):
     interrupts = iter([stop])
-    with failing(stage, 5, error=lambda _: next(interrupts, NotImplementedError)()) as loader:
+    with failing(
+        stage, 5, error=lambda _: next(interrupts, NotImplementedError)()
+    ) as loader:
         running = iter(loader)
         assert lists([next(running), next(running)]) == [[0, 1], [2, 3]]
         with pytest.raises(stop):
@@ -210,7 +218,10 @@ class InterruptedDraws:
 def test_no_batch_is_lost_to_ctrl_c_while_plans_are_drawn(at, placement):
     dataset = Numbers(40)
     with hr.DataLoader(
-        dataset, batch_sampler=InterruptedDraws(40, at), concurrency=2, placement=placement
+        dataset,
+        batch_sampler=InterruptedDraws(40, at),
+        concurrency=2,
+        placement=placement,
     ) as loader:
         taken, interrupted = [], 0
         try:
@@ -289,7 +300,9 @@ def test_no_batch_is_lost_to_ctrl_c_in_next(dataset, options, request):
         for batch, state in zip(taken, states, strict=True):
             assert len(json.dumps(state)) < 1000
             loader.load_state_dict(state)
-            assert next(iter(loader), None) == next((each for each in taken if each > batch), None)
+            assert next(iter(loader), None) == next(
+                (each for each in taken if each > batch), None
+            )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +362,9 @@ def test_workers_that_always_die_are_not_skipped_in_silence():
     def die(sample):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    loader = hr.DataLoader(Numbers(20), batch_size=2, num_workers=1, transform=die, on_error="skip")
+    loader = hr.DataLoader(
+        Numbers(20), batch_size=2, num_workers=1, transform=die, on_error="skip"
+    )
     with loader, pytest.raises(hr.errors.WorkerDiedError):
         list(loader)
 
@@ -432,12 +447,19 @@ class Volumes(hr.AsyncDataset):
         return bytes(1 << 20)
 
 
-@pytest.mark.parametrize("options", [{}, {"placement": "process"}, {"engines": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"placement": "process"}, {"engines": 2}], ids=str
+)
 def test_memory_of_taken_batches_is_used_again_in_an_epoch_shorter_than_the_look_ahead(
     tmp_path, options
 ):
     with hr.DataLoader(
-        Volumes(tmp_path), 1, concurrency=64, collate_fn=len, memory_budget=8 << 20, **options
+        Volumes(tmp_path),
+        1,
+        concurrency=64,
+        collate_fn=len,
+        memory_budget=8 << 20,
+        **options,
     ) as loader:
         assert list(loader) == [1] * 40
     assert list(tmp_path.iterdir()), (
@@ -472,7 +494,9 @@ async def failing_stream():
     [Numbers(8, Bad(3)), hr.from_async_iterable(failing_stream)],
     ids=["map", "stream"],
 )
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"placement": "process"}], ids=str
+)
 def test_an_iterator_whose_sample_failed_ends_when_it_is_dropped(dataset, options):
     gc.disable()
     try:
@@ -494,5 +518,7 @@ def test_a_progress_bar_of_tqdm_begins_one_epoch(module):
     with hr.DataLoader(Numbers(8), 4, shuffle=True, seed=0) as plain:
         expected = [[batch.tolist() for batch in plain] for _ in range(3)]
     with hr.DataLoader(Numbers(8), 4, shuffle=True, seed=0) as loader:
-        epochs = [[batch.tolist() for batch in bar(loader, disable=True)] for _ in range(3)]
+        epochs = [
+            [batch.tolist() for batch in bar(loader, disable=True)] for _ in range(3)
+        ]
     assert epochs == expected

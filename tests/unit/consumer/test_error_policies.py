@@ -9,7 +9,14 @@ import pytest
 
 import headrace as hr
 from tests.model.parts import BadSampleError, Count, TorchCount
-from tests.unit.consumer.test_skipping import Bad, Mine, Numbers, TorchNumbers, failing, lists
+from tests.unit.consumer.test_skipping import (
+    Bad,
+    Mine,
+    Numbers,
+    TorchNumbers,
+    failing,
+    lists,
+)
 from tests.unit.shards import tars
 from tests.unit.shards.resuming import in_folder
 
@@ -26,13 +33,18 @@ def loading(dataset, on_error, batch_size=2, **options):
 
 @WORKERS
 @pytest.mark.parametrize("kind", [Numbers, TorchNumbers])
-def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(kind, num_workers):
+def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(
+    kind, num_workers
+):
     dataset = kind(12, Bad(3, 4, 5))
-    with loading(dataset, hr.SkipErrors(1, max_in_a_row=2), num_workers=num_workers) as loader:
+    with loading(
+        dataset, hr.SkipErrors(1, max_in_a_row=2), num_workers=num_workers
+    ) as loader:
         batches = iter(loader)
         assert lists(itertools.islice(batches, 2)) == [[0, 1], [2]]
         with pytest.raises(
-            hr.errors.TooManySkippedError, match="3 samples in a row failed, and max_in_a_row is 2"
+            hr.errors.TooManySkippedError,
+            match="3 samples in a row failed, and max_in_a_row is 2",
         ) as caught:
             next(batches)
         error = caught.value
@@ -45,7 +57,9 @@ def test_too_many_failures_in_a_row_are_an_error_with_counts_and_examples(kind, 
 
 
 def test_failures_in_a_row_are_counted_within_a_delivered_batch():
-    loader = loading(Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(2, 3, 4))
+    loader = loading(
+        Numbers(8), hr.SkipErrors(1, max_in_a_row=2), 8, transform=Bad(2, 3, 4)
+    )
     with loader, pytest.raises(hr.errors.TooManySkippedError, match="3 samples in a row"):
         next(iter(loader))
     with loading(
@@ -57,7 +71,9 @@ def test_failures_in_a_row_are_counted_within_a_delivered_batch():
 @STREAMS
 def test_stream_that_always_fails_ends_with_the_limit(stream):
     with loading(
-        stream(1000, failing=range(4, 1000)), hr.SkipErrors(1, max_in_a_row=5), collate_fn=list
+        stream(1000, failing=range(4, 1000)),
+        hr.SkipErrors(1, max_in_a_row=5),
+        collate_fn=list,
     ) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 2)) == [[0, 1], [2, 3]]
@@ -84,7 +100,9 @@ def test_share_is_compared_at_the_end_of_a_short_epoch_and_none_allows_no_failur
     with loading(Numbers(20), hr.SkipErrors(max_share=0.04), transform=Bad(3)) as loader:
         batches = iter(loader)
         assert len(list(itertools.islice(batches, 10))) == 10
-        with pytest.raises(hr.errors.TooManySkippedError, match=r"5\.00% of the samples failed"):
+        with pytest.raises(
+            hr.errors.TooManySkippedError, match=r"5\.00% of the samples failed"
+        ):
             next(batches)
         assert list(batches) == []
     with loading(Numbers(20), hr.SkipErrors(max_share=0.05), transform=Bad(3)) as loader:
@@ -124,7 +142,9 @@ def test_function_is_given_the_failure_and_decides(stage, num_workers):
             next(batches)
         assert lists(batches) == [[6, 7]]
         assert [record.index for record in loader.stats().skipped] == [2]
-    assert [(failure.stage, failure.batch, failure.index, failure.key) for failure in given] == [
+    assert [
+        (failure.stage, failure.batch, failure.index, failure.key) for failure in given
+    ] == [
         (hr.types.Stage(stage), 1, 2, "key-2"),
         (hr.types.Stage(stage), 2, 5, "key-5"),
     ]
@@ -153,7 +173,12 @@ def test_error_that_the_function_raises_is_raised_by_next_with_the_failure_as_it
 
 def test_decision_that_is_none_is_a_type_error_that_names_the_failure():
     loader = loading(Numbers(4), lambda failure: "ignore", transform=Bad(0))
-    with loader, pytest.raises(TypeError, match=r'on_error must return "raise" or "skip".*index 0'):
+    with (
+        loader,
+        pytest.raises(
+            TypeError, match=r'on_error must return "raise" or "skip".*index 0'
+        ),
+    ):
         next(iter(loader))
 
 
@@ -183,15 +208,28 @@ def test_function_is_not_asked_about_an_error_that_ended_the_stream(stream):
             50,
             "from byte 52,224 of 52,224 cannot be read: about 50 samples",
         ),
-        (b"", {}, 1, "from byte 52,224 of 52,224 cannot be read: an unknown number of samples"),
-        (None, {"shards_in_parallel": 1}, 100, "nothing of it can be read: about 100 samples"),
+        (
+            b"",
+            {},
+            1,
+            "from byte 52,224 of 52,224 cannot be read: an unknown number of samples",
+        ),
+        (
+            None,
+            {"shards_in_parallel": 1},
+            100,
+            "nothing of it can be read: about 100 samples",
+        ),
     ],
 )
 def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(
     tmp_path, damage, options, lost, words, num_workers
 ):
     names = [f"{number}.tar" for number in range(3)]
-    files = {name: tars.shard(f"{name[0]}-{sample:03}" for sample in range(100)) for name in names}
+    files = {
+        name: tars.shard(f"{name[0]}-{sample:03}" for sample in range(100))
+        for name in names
+    }
     whole = files.pop("1.tar")
     if damage is not None:  # in the header of sample 51; None: no such file
         files["1.tar"] = whole[:52_224] + damage + (damage and whole[52_225:])
@@ -214,7 +252,11 @@ def test_rest_of_a_shard_is_warned_of_and_counts_as_its_samples(
 
 def test_undecodable_row_group_counts_as_its_rows_and_the_next_is_read(tmp_path):
     table = pa.table({"x": range(3000)})
-    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    options = {
+        "use_dictionary": False,
+        "compression": "none",
+        "write_page_checksum": True,
+    }
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1000, **options)
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[len(data) // 2] ^= 1

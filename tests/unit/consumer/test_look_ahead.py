@@ -57,12 +57,20 @@ async def take_while_waiting(batches, dataset, index):
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-async def test_all_fetches_are_in_flight_although_each_batch_waits_for_one_sample(in_order):
+async def test_all_fetches_are_in_flight_although_each_batch_waits_for_one_sample(
+    in_order,
+):
     dataset = SlowFirst(40 * BATCH)
-    async with hr.DataLoader(dataset, BATCH, concurrency=CONCURRENCY, in_order=in_order) as loader:
+    async with hr.DataLoader(
+        dataset, BATCH, concurrency=CONCURRENCY, in_order=in_order
+    ) as loader:
         batches = aiter(loader)
         for number in range(12):
             indices = list(range(number * BATCH, (number + 1) * BATCH))
             assert await take_while_waiting(batches, dataset, indices[0]) == indices
-        assert await anyio.to_thread.run_sync(dataset.await_pending, CONCURRENCY), dataset.pending
-        assert loader._control._ahead.batches == CONCURRENCY, "one batch for each fetch is enough"
+        assert await anyio.to_thread.run_sync(dataset.await_pending, CONCURRENCY), (
+            dataset.pending
+        )
+        assert loader._control._ahead.batches == CONCURRENCY, (
+            "one batch for each fetch is enough"
+        )

@@ -63,7 +63,9 @@ def test_no_more_is_transformed_ahead_than_the_budget_holds(tmp_path, options):
     taken.touch()
 
     def enlarge(index):
-        return torch.full((SIZE,), max(0, index - taken.stat().st_size), dtype=torch.uint8)
+        return torch.full(
+            (SIZE,), max(0, index - taken.stat().st_size), dtype=torch.uint8
+        )
 
     with hr.DataLoader(
         Small(), 1, transform=enlarge, concurrency=30, memory_budget=8 * SIZE, **options
@@ -106,7 +108,9 @@ def test_each_sample_arrives_once_within_any_budget(options, kind, arguments):
     with hr.DataLoader(kind(), 2, collate_fn=list, **arguments, **options) as loader:
         for _ in range(2):
             numbers = [sample[0] for batch in loader for sample in batch]
-            assert sorted(numbers) == [number for number in range(LENGTH) if number not in lost]
+            assert sorted(numbers) == [
+                number for number in range(LENGTH) if number not in lost
+            ]
             assert numbers == sorted(numbers) or "in_order" in arguments
 
 
@@ -154,7 +158,11 @@ class Bytes(bytearray):
 
 @pytest.mark.parametrize(
     "units",
-    [lambda index: 24, lambda index: index // 16 + 1, lambda index: 16 if index % 32 >= 4 else 1],
+    [
+        lambda index: 24,
+        lambda index: index // 16 + 1,
+        lambda index: 16 if index % 32 >= 4 else 1,
+    ],
     ids=["large", "growing", "small in each eighth batch"],
 )
 def test_bytes_alive_stay_near_the_budget_for_sizes_of_any_order(units):

@@ -6,7 +6,13 @@ import pytest
 
 from headrace._consumer.prefetch import CALM, PROMPT, Prefetcher
 from headrace._engine.look_ahead import LookAheadSize
-from headrace._records.batches import NO_TIMES, BatchPlan, FetchLoad, HostBatch, StageTimes
+from headrace._records.batches import (
+    NO_TIMES,
+    BatchPlan,
+    FetchLoad,
+    HostBatch,
+    StageTimes,
+)
 
 
 def plans():
@@ -72,7 +78,9 @@ def test_plans_are_sent_in_groups_while_the_consumer_never_waits():
 
 def test_plans_that_are_less_than_a_group_are_sent_when_nothing_is_under_way():
     engine = Engine(plans(), 2, group=0.5, group_of=lambda position: 0)
-    engine.ahead.plans = (BatchPlan(n, (n,), 0, positions=range(n, n + 1)) for n in range(9))
+    engine.ahead.plans = (
+        BatchPlan(n, (n,), 0, positions=range(n, n + 1)) for n in range(9)
+    )
     engine.ahead.fill()
     engine.run_without_waiting(9)
     assert numbers(engine.sent) == list(range(9))
@@ -105,14 +113,18 @@ def test_look_ahead_of_a_stream_grows_while_its_batches_are_small():
     assert max(sizes(engine, CALM, fetched=2.0)) == 6  # of unknown size
 
 
-@pytest.mark.parametrize("options", [{"free": 0}, {"by_size": True, "in_workers": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"free": 0}, {"by_size": True, "in_workers": True}], ids=str
+)
 @pytest.mark.parametrize(
     "waits", [lambda batch: True, lambda batch: False, lambda batch: batch % 7 < 3]
 )
 def test_number_of_drawn_plans_does_not_depend_on_speed(options, waits):
     engine = Engine(plans(), 4, most=32, **options)
     engine.ahead.fill()
-    quick = StageTimes(fetched=2.0, work_began=2.0, work_ended=2.0001, nbytes=1 << 18, load=IDLE)
+    quick = StageTimes(
+        fetched=2.0, work_began=2.0, work_ended=2.0001, nbytes=1 << 18, load=IDLE
+    )
     ahead = []
     for batch in range(4 * CALM):
         if waits(batch):

@@ -45,7 +45,12 @@ def test_each_call_of_next_has_a_record_named_as_torchs():
     }
     for name, loader in loaders.items():
         with recorded() as events:
-            assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+            assert [batch.tolist() for batch in loader] == [
+                [0, 1],
+                [2, 3],
+                [4, 5],
+                [6, 7],
+            ]
         assert len(named(events, name)) == 4 + 1  # and the end of the epoch
         stacks = [event for event in events if event.name == "aten::stack"]
         assert [event.cpu_parent.name for event in stacks] == [
@@ -59,7 +64,10 @@ def test_records_of_tasks_that_take_turns_are_all_kept():
             for loader in (first, second):
                 group.create_task(read(loader))
 
-    first, second = hr.DataLoader(Numbers(8), batch_size=2), hr.DataLoader(Numbers(8), batch_size=1)
+    first, second = (
+        hr.DataLoader(Numbers(8), batch_size=2),
+        hr.DataLoader(Numbers(8), batch_size=1),
+    )
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with first, second:
             asyncio.run(both())

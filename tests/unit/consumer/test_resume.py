@@ -26,7 +26,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headrace import AsyncIterableDataset, DataLoader, ElasticSampler, StateError, merge_states
+from headrace import (
+    AsyncIterableDataset,
+    DataLoader,
+    ElasticSampler,
+    StateError,
+    merge_states,
+)
 from tests.datasets import Numbers, TorchStream
 from tests.model.parts import Shifted
 from tests.unit.consumer.test_timeouts import Held
@@ -97,12 +103,16 @@ def drawn_by(count, state, **options):
         if state is not None:
             loader.load_state_dict(state)
         epochs = itertools.chain.from_iterable(iter(lambda: iter(loader), None))
-        numbers = [number for batch in itertools.islice(epochs, count) for number in batch]
+        numbers = [
+            number for batch in itertools.islice(epochs, count) for number in batch
+        ]
         return numbers, loader.state_dict()
 
 
 @pytest.mark.parametrize("count", [2, 6, 8])
-@pytest.mark.parametrize("persistent", [[True] * 3, [True, False, False], [False] * 3], ids=str)
+@pytest.mark.parametrize(
+    "persistent", [[True] * 3, [True, False, False], [False] * 3], ids=str
+)
 def test_workers_of_a_torch_dataset_do_not_draw_again_what_was_drawn_before_the_state(
     count, persistent
 ):
@@ -113,8 +123,12 @@ def test_workers_of_a_torch_dataset_do_not_draw_again_what_was_drawn_before_the_
     assert len(set(seen)) == len(seen) == 3 * 3 * count
 
 
-def test_replaced_worker_of_a_torch_dataset_does_not_draw_again_what_the_other_drew(tmp_path):
-    with DataLoader(Draws(tmp_path / "died"), None, num_workers=1, collate_fn=list) as loader:
+def test_replaced_worker_of_a_torch_dataset_does_not_draw_again_what_the_other_drew(
+    tmp_path,
+):
+    with DataLoader(
+        Draws(tmp_path / "died"), None, num_workers=1, collate_fn=list
+    ) as loader:
         numbers = [number for batch in loader for number in batch]
     assert len(set(numbers)) == len(numbers) == 3 * 6
 
@@ -214,7 +228,8 @@ def test_loader_with_a_state_is_freed_without_the_garbage_collector():
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+    "copied",
+    [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))],
 )
 def test_copy_of_a_loader_with_a_pending_restore_continues_too(copied):
     make = CASES["shuffled by seed"]
@@ -308,7 +323,9 @@ def test_sampler_within_another_sampler_continues(kind, argument, outer, epoch):
             "epoch": lambda: DistributedSampler(range(N), 1, 0, seed=5),
         }[kind]()
         options = {"batch_size": None} if argument == "sampler" else {}
-        return DataLoader(Numbers(N), collate_fn=list, **{argument: outer(inner)}, **options)
+        return DataLoader(
+            Numbers(N), collate_fn=list, **{argument: outer(inner)}, **options
+        )
 
     loader = make()
     for _ in range(epoch):
@@ -334,7 +351,9 @@ def noisy(sample):
     [{"shuffle": True}, {"sampler": WeightedRandomSampler([1.0] * N, N)}],
     ids=["shuffled", "weighted"],
 )
-def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(order, epochs):
+def test_order_and_random_numbers_of_an_epoch_after_a_restored_state_are_saved(
+    order, epochs
+):
     def loader():
         return DataLoader(Numbers(N), 2, transform=noisy, collate_fn=list, **order)
 
@@ -423,7 +442,10 @@ DIFFERENT = {
         lambda: DataLoader(Numbers(12), 3, shuffle=True, seed=0),
         r"len\(dataset\) was 13, and is 12",
     ),
-    "seed": (lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=1), "seed was 0, and is 1"),
+    "seed": (
+        lambda: DataLoader(Numbers(N), 3, shuffle=True, seed=1),
+        "seed was 0, and is 1",
+    ),
     "order": (
         lambda: DataLoader(Numbers(N), 3, seed=0),
         "sampler was .*, and is SequentialSampler",
@@ -495,14 +517,18 @@ WRONG = (None, -1, 10**30, 1.5, "x", [], [1], [[1]], {}, {"a": 1}, True)
 
 
 @pytest.mark.parametrize(
-    "name", ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"]
+    "name",
+    ["shuffled by seed", "shuffled by torch", "a sampler with a state", "torch dataset"],
 )
 def test_edited_states_are_refused(name):
     for count in (0, 2):
         _, state = saved_after(CASES[name](), count)
         (values,) = state["state"]
         wrong = [{**values, field: value} for field in values for value in WRONG]
-        wrong += [{key: value for key, value in values.items() if key != field} for field in values]
+        wrong += [
+            {key: value for key, value in values.items() if key != field}
+            for field in values
+        ]
         for edited in (each for each in wrong if each != values):
             with pytest.raises(StateError):
                 CASES[name]().load_state_dict({**state, "state": [edited]})
@@ -576,14 +602,18 @@ def test_merged_states_of_given_ranks_continue_each_its_own_part():
     for rank in range(2):
         given, state = saved_after(loader(rank, held=(0, 8)), 3)  # of rank 0 alone
         states.append(state)
-        left.append([batch for n in range(rank, LENGTH, 4) if (batch := [n, n + 2]) not in given])
+        left.append(
+            [batch for n in range(rank, LENGTH, 4) if (batch := [n, n + 2]) not in given]
+        )
         assert len(left[rank]) == 3
     merged = merge_states(states)
     for rank in range(2):
         (rest,) = epochs(restored(loader(rank), merged), 1)
         assert sorted(rest) == left[rank]
     other = restored(loader(0, ranks=3), merged)
-    with pytest.raises(StateError, match=r"rank 0 of 2, and this is rank 0 of 3.*in_order=True"):
+    with pytest.raises(
+        StateError, match=r"rank 0 of 2, and this is rank 0 of 3.*in_order=True"
+    ):
         iter(other)
 
 

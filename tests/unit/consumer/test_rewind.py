@@ -16,7 +16,9 @@ from tests.unit.streams import reading
 
 
 def noisy(sample):
-    return torch.tensor([float(sample), torch.rand(()), np.random.random(), random.random()])
+    return torch.tensor(
+        [float(sample), torch.rand(()), np.random.random(), random.random()]
+    )
 
 
 def numbers_of(batches):
@@ -30,7 +32,9 @@ def loader_of(kind, **options):
     else:
         of_blocks = {"block_size": 10, "blocks_at_once": 6}
         make, arguments = (
-            (hr.ElasticSampler, {}) if kind == "elastic" else (hr.BlockShuffleSampler, of_blocks)
+            (hr.ElasticSampler, {})
+            if kind == "elastic"
+            else (hr.BlockShuffleSampler, of_blocks)
         )
         options |= {"sampler": make(data, seed=5, **arguments)}
     return hr.DataLoader(data, 4, seed=5, transform=noisy, **options)
@@ -69,7 +73,9 @@ def test_rank_of_a_job_that_this_process_is_not_part_of(as_rank):
     as_rank(0, 1)
     with loader_of("elastic") as loader:
         assert torch.equal(loader.batch_at(0, 7, rank=3, world_size=4), expected)
-        with pytest.raises(ValueError, match="rank=3, but step 7 of epoch 0 is of 1 ranks"):
+        with pytest.raises(
+            ValueError, match="rank=3, but step 7 of epoch 0 is of 1 ranks"
+        ):
             loader.batch_at(0, 7, rank=3)
 
 
@@ -81,20 +87,27 @@ def test_torchs_distributed_sampler():
         for epoch in range(2):
             loader.set_epoch(epoch)
             given.append(list(loader))
-        assert all(torch.equal(loader.batch_at(epoch, 3), given[epoch][3]) for epoch in range(2))
+        assert all(
+            torch.equal(loader.batch_at(epoch, 3), given[epoch][3]) for epoch in range(2)
+        )
         with pytest.raises(ValueError, match="was made for rank 1 of 2"):
             loader.batch_at(1, 3, rank=0)
 
 
 def test_epochs_without_set_epoch_are_refused_for_a_distributed_sampler():
     loader = hr.DataLoader(
-        list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0), seed=0
+        list(range(8)),
+        2,
+        sampler=DistributedSampler(range(8), num_replicas=1, rank=0),
+        seed=0,
     )
     for epoch in range(2):
         given = []
         for step, batch in enumerate(loader):
             given.append(batch.tolist())
-            assert [loader.batch_at(epoch, each).tolist() for each in range(step + 1)] == given
+            assert [
+                loader.batch_at(epoch, each).tolist() for each in range(step + 1)
+            ] == given
     with pytest.raises(ValueError, match="the number for epoch 0 is not known"):
         loader.batch_at(0, 0)
 
@@ -127,7 +140,9 @@ class Resumable:
 LENGTHS = np.random.default_rng(0).integers(1, 9, 24)
 STATEFUL = {
     "indices": lambda: {"batch_size": 3, "sampler": Resumable()},
-    "batches": lambda: {"batch_sampler": hr.BalancedBatchSampler(LENGTHS, 16, seed=2, window=8)},
+    "batches": lambda: {
+        "batch_sampler": hr.BalancedBatchSampler(LENGTHS, 16, seed=2, window=8)
+    },
 }
 
 
@@ -155,7 +170,9 @@ def test_steps_after_lost_batches_are_those_that_were_delivered():
         bad = lambda sample: 1 // (sample not in lost) and sample  # noqa: E731
         data = Numbers(60)
         sampler = hr.ElasticSampler(data, shuffle=False)
-        return hr.DataLoader(data, 2, sampler=sampler, seed=0, transform=bad, on_error="skip")
+        return hr.DataLoader(
+            data, 2, sampler=sampler, seed=0, transform=bad, on_error="skip"
+        )
 
     lost = {0, 1, 8, 9, 10, 11, 13, 58, 59}
     loader = new()
@@ -197,7 +214,9 @@ def test_dataset_keeps_its_epoch_when_a_step_is_computed_again():
 def test_streams_are_refused():
     loader = hr.DataLoader(reading.stream(1), batch_size=4, seed=1)
     for look in (loader.batch_at, lambda epoch, step: loader.samples_at(epoch, [step])):
-        with pytest.raises(TypeError, match="samples of a stream are known only when it is read"):
+        with pytest.raises(
+            TypeError, match="samples of a stream are known only when it is read"
+        ):
             look(0, 1)
     with pytest.raises(ValueError, match="filter"):
         loader.exclude(steps={0: [0]})
@@ -295,7 +314,9 @@ def test_steps_of_another_batch_size_are_known_since_the_batch_size_changed():
     rest = torch.cat(list(batches)).tolist()
     assert next(iter(after)).tolist() == rest[:2]
     for look in (lambda: after.batch_at(0, 1), lambda: after.exclude(steps={0: [1]})):
-        with pytest.raises(hr.StateError, match="before the number of ranks, batch_size="):
+        with pytest.raises(
+            hr.StateError, match="before the number of ranks, batch_size="
+        ):
             look()
     assert after.samples_at(0, [3]) == [rest[:2]]
     after.exclude(steps={0: [5]})  # the third batch of 2 samples from here on

@@ -46,7 +46,10 @@ def test_memory_does_not_grow_with_the_length():
     try:
         sampler = SeededRandomSampler(range(10**9), seed=1)
         assert len(set(itertools.islice(sampler, 20_000))) == 20_000
-        assert len(set(itertools.islice(sampler.indices_from(999_980_000), 20_001))) == 20_000
+        assert (
+            len(set(itertools.islice(sampler.indices_from(999_980_000), 20_001)))
+            == 20_000
+        )
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
         tracemalloc.stop()
@@ -122,11 +125,17 @@ def test_draws_of_a_sampler_do_not_depend_on_the_order_of_arrival(batched):
             return index
 
     def drawn(delay):
-        options = {"sampler": Drawing(100, 60, "torch"), "batch_size": 1, "in_order": False}
+        options = {
+            "sampler": Drawing(100, 60, "torch"),
+            "batch_size": 1,
+            "in_order": False,
+        }
         if batched:
             sampler = BatchSampler(options["sampler"], 1, False)
             options |= {"sampler": sampler, "batch_size": None}
-        return [draws for _, draws in run(hr.DataLoader, Released(delay), draw, **options)]
+        return [
+            draws for _, draws in run(hr.DataLoader, Released(delay), draw, **options)
+        ]
 
     assert drawn(0) == drawn(1) == drawn(40)
 
@@ -155,8 +164,16 @@ def test_epoch_after_one_that_was_left_begins_as_by_torch_in_workers_that_persis
 ):
     def given(loader_class):
         torch.manual_seed(1)
-        options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": prefetch_factor}
+        options = {
+            "num_workers": 2,
+            "persistent_workers": True,
+            "prefetch_factor": prefetch_factor,
+        }
         loader = loader_class(make(), 2, **options)
-        return [batch.tolist() for most in (3, 7, 1, 4) for batch in itertools.islice(loader, most)]
+        return [
+            batch.tolist()
+            for most in (3, 7, 1, 4)
+            for batch in itertools.islice(loader, most)
+        ]
 
     assert given(hr.DataLoader) == given(TorchDataLoader)

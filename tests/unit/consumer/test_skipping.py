@@ -64,7 +64,9 @@ MAPS = {"async": Numbers, "torch": TorchNumbers}
 
 class CollateUnless(Bad):
     def __call__(self, samples):
-        return torch.tensor([super(CollateUnless, self).__call__(sample) for sample in samples])
+        return torch.tensor(
+            [super(CollateUnless, self).__call__(sample) for sample in samples]
+        )
 
 
 STAGES = pytest.mark.parametrize("stage", ["fetch", "transform", "collate"])
@@ -77,7 +79,9 @@ def failing(stage, *bad, error=Mine, **options):
         return hr.DataLoader(Numbers(8, fails), 2, **options)
     if stage == "transform":
         return hr.DataLoader(Numbers(8), 2, transform=fails, **options)
-    return hr.DataLoader(Numbers(8), 2, collate_fn=CollateUnless(*bad, error=error), **options)
+    return hr.DataLoader(
+        Numbers(8), 2, collate_fn=CollateUnless(*bad, error=error), **options
+    )
 
 
 def skipping(dataset, batch_size=2, **options):
@@ -98,11 +102,19 @@ class WithoutAttributes(Exception):
 
 @STAGES
 @pytest.mark.parametrize(
-    ("error", "num_workers"), [(Mine, 0), (Mine, 1), (WithoutAttributes, 1), (GeneratorExit, 1)]
+    ("error", "num_workers"),
+    [(Mine, 0), (Mine, 1), (WithoutAttributes, 1), (GeneratorExit, 1)],
 )
 def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
-    with failing(stage, 5, error=error, on_error="skip", num_workers=num_workers) as loader:
-        assert lists(loader) == [[0, 1], [2, 3], *([] if stage == "collate" else [[4]]), [6, 7]]
+    with failing(
+        stage, 5, error=error, on_error="skip", num_workers=num_workers
+    ) as loader:
+        assert lists(loader) == [
+            [0, 1],
+            [2, 3],
+            *([] if stage == "collate" else [[4]]),
+            [6, 7],
+        ]
         stats = loader.stats()
         (record,) = stats.skipped
         assert (record.stage, record.batch) == (stage, 2)
@@ -110,7 +122,12 @@ def test_batch_is_delivered_without_failed_samples(stage, num_workers, error):
             "ControlFlowError" if error is GeneratorExit else error.__name__
         )
         if stage == "collate":
-            assert (stats.samples, stats.skipped_samples, stats.lost_batches, record.index) == (
+            assert (
+                stats.samples,
+                stats.skipped_samples,
+                stats.lost_batches,
+                record.index,
+            ) == (
                 6,
                 2,
                 1,
@@ -143,7 +160,8 @@ def test_lost_batch_on_one_of_several_ranks_is_an_error_that_names_the_remedy(
         batches = iter(loader)
         assert next(batches).tolist() == [0, 1]
         with pytest.raises(
-            hr.errors.TooManySkippedError, match=r"batch 1 lost all its samples.*coordinated=True"
+            hr.errors.TooManySkippedError,
+            match=r"batch 1 lost all its samples.*coordinated=True",
         ):
             next(batches)
         assert lists(batches) == [[4], [6, 7]], "iteration can go on"
@@ -293,5 +311,8 @@ def test_part_of_a_stream_that_cannot_start_is_raised_and_not_skipped():
     store = in_memory({"a.txt": b"a line"})
     lines = hr.LinesDataset(["a.txt"], store=store, rank=0, world_size=2)
     loader = skipping(hr.concat([Count(2), lines, Count(2)]))
-    with loader, pytest.raises(ValueError, match="1 shards cannot be divided among 2 ranks"):
+    with (
+        loader,
+        pytest.raises(ValueError, match="1 shards cannot be divided among 2 ranks"),
+    ):
         list(loader)

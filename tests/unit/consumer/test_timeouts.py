@@ -53,7 +53,9 @@ class HeldTorch(torch.utils.data.Dataset):
 
 def is_early(message):
     """Whether a busy machine has not come to the samples yet."""
-    return any(words in message for words in ("on its way", "not begun", "does not answer"))
+    return any(
+        words in message for words in ("on its way", "not begun", "does not answer")
+    )
 
 
 def message_of(dataset, batch=1, size=4, **options):
@@ -126,7 +128,10 @@ def test_timeout_in_a_transform_names_the_worker_and_the_batch():
 
 def test_timeout_of_a_torch_dataset_names_the_worker_that_reads():
     message = message_of(HeldTorch(), num_workers=1)
-    assert "batch 1 is in stage fetch, in a worker, worker 0, indices [4, 5, 6, 7]" in message
+    assert (
+        "batch 1 is in stage fetch, in a worker, worker 0, indices [4, 5, 6, 7]"
+        in message
+    )
 
 
 def test_timeout_is_not_held_up_by_a_loop_that_user_code_blocks():
@@ -142,7 +147,8 @@ def test_timeout_is_not_held_up_by_a_loop_that_user_code_blocks():
         with hr.DataLoader(Blocks(), 4, timeout=0.05) as loader:
             batches = iter(loader)
             with pytest.raises(
-                hr.errors.LoaderTimeoutError, match=r"indices \[.*does not answer: code in aget or"
+                hr.errors.LoaderTimeoutError,
+                match=r"indices \[.*does not answer: code in aget or",
             ) as caught:
                 list(batches)
             assert caught.value.batch in (0, 1)

@@ -19,7 +19,9 @@ SAMPLERS = {
     "wraps": elastic,
     "drops": functools.partial(elastic, drop_last=True),
     "in_order": functools.partial(elastic, shuffle=False),
-    "blocks": functools.partial(hr.BlockShuffleSampler, N, block_size=3, blocks_at_once=6),
+    "blocks": functools.partial(
+        hr.BlockShuffleSampler, N, block_size=3, blocks_at_once=6
+    ),
 }
 
 
@@ -38,7 +40,9 @@ class Run:
 
     def loader(self, rank=0, ranks=1, batch_size=2):
         sampler = self.sampler(rank=rank, world_size=ranks)
-        return hr.DataLoader(Keyed(range(N)), batch_size, sampler=sampler, seed=0, **self.options)
+        return hr.DataLoader(
+            Keyed(range(N)), batch_size, sampler=sampler, seed=0, **self.options
+        )
 
     def part(self, state, ranks, steps, batch_size=2, **excluded):
         loaders = [self.loader(rank, ranks, batch_size) for rank in range(ranks)]
@@ -185,7 +189,11 @@ def test_states_that_do_not_belong_together_are_refused(as_rank):
         ([(None, second)], run.loader(), r"batch_size= .* changed .* give two parts"),
         ([(None, second)], other_seed, r"ElasticSampler\(.*seed=1.* is .*seed=2"),
         ([(None, undivided.state_dict())], undivided, "of 2 ranks.* with its sampler"),
-        ([], hr.DataLoader(range(N), shuffle=True), "RandomSampler.* use shuffle=True with seed="),
+        (
+            [],
+            hr.DataLoader(range(N), shuffle=True),
+            "RandomSampler.* use shuffle=True with seed=",
+        ),
         ([], hr.DataLoader(stream(1, 2)), "a state of stream"),
     ):
         with pytest.raises(hr.StateError, match=message):

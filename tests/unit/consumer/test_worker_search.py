@@ -26,8 +26,15 @@ class Machine:
         start=0.5,
         ahead=0.01,
     ):
-        self.work, self.real_cores, self.nbytes, self.start = work, real_cores, nbytes, start
-        self.setup = Setup("auto", workers, 6, True, memory_budget, "thread", False, cores, 1024)
+        self.work, self.real_cores, self.nbytes, self.start = (
+            work,
+            real_cores,
+            nbytes,
+            start,
+        )
+        self.setup = Setup(
+            "auto", workers, 6, True, memory_budget, "thread", False, cores, 1024
+        )
         self.search = WorkerSearch(1, workers)
         self.ahead = ahead  # seconds from a plan to the call that takes its batch
         self.working = workers  # workers that have started
@@ -39,7 +46,9 @@ class Machine:
         while self.now < end:
             self.batch()
             setup = self.setup._replace(num_workers=self.search.number)
-            if self.now > self.search.next_look and self.search.look(self.records[-1024:], setup):
+            if self.now > self.search.next_look and self.search.look(
+                self.records[-1024:], setup
+            ):
                 numbers.append(self.search.number)
                 self.started = self.now + self.start
         return numbers
@@ -48,7 +57,9 @@ class Machine:
         called = self.now
         if called - self.ahead >= self.started:
             self.working = self.search.number
-        ready = called + max(0.0, self.work / min(self.working, self.real_cores) - COMPUTE)
+        ready = called + max(
+            0.0, self.work / min(self.working, self.real_cores) - COMPUTE
+        )
         times = StageTimes(
             admitted=called - 1,
             began=called - 1,
@@ -63,7 +74,18 @@ class Machine:
         number, cpu = len(self.records), self.cpu_share * self.now
         self.records.append(
             BatchRecord(
-                1, number, 8, called - self.ahead, times, called, ready, ready, ready, 2, None, cpu
+                1,
+                number,
+                8,
+                called - self.ahead,
+                times,
+                called,
+                ready,
+                ready,
+                ready,
+                2,
+                None,
+                cpu,
             )
         )
 
@@ -109,7 +131,9 @@ def test_batches_in_workers_stay_within_the_memory_budget():
 def test_worker_without_half_the_gain_is_taken_back(said):
     machine = Machine(work=0.08, real_cores=2)
     assert machine.run(12) == [2, 3, 2]
-    assert said()[1].startswith("num_workers=2, not 3: 1.00 times the rate with 2, where 1.50 were")
+    assert said()[1].startswith(
+        "num_workers=2, not 3: 1.00 times the rate with 2, where 1.50 were"
+    )
 
 
 def test_trials_in_vain_become_rare():

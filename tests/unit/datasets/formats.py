@@ -53,15 +53,25 @@ class Format:
 def files_in(folder: str) -> dict[str, bytes]:
     """The files of a folder of tests/fixtures, at any depth, without the script that made them."""
     files = sorted(
-        path for path in (FIXTURES / folder).rglob("*") if path.is_file() and path.suffix != ".py"
+        path
+        for path in (FIXTURES / folder).rglob("*")
+        if path.is_file() and path.suffix != ".py"
     )
-    return {path.relative_to(FIXTURES / folder).as_posix(): path.read_bytes() for path in files}
+    return {
+        path.relative_to(FIXTURES / folder).as_posix(): path.read_bytes()
+        for path in files
+    }
 
 
 def plain(sample: Any) -> Any:
     """A sample as values that compare by content: of tensors and arrays type, shape and values; without its URL."""
     if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
-        return type(sample).__name__, str(sample.dtype), tuple(sample.shape), repr(sample.tolist())
+        return (
+            type(sample).__name__,
+            str(sample.dtype),
+            tuple(sample.shape),
+            repr(sample.tolist()),
+        )
     if isinstance(sample, dict):
         return {key: plain(sample[key]) for key in sorted(sample) if key != "__url__"}
     if isinstance(sample, tuple | list):
@@ -81,17 +91,29 @@ def _tokens() -> Format:
         np.random.default_rng(n).integers(0, 60_000, size).astype("<u2")
         for n, size in enumerate((420, 5, 231, 100))
     ]
-    files = {"2.npy": npy(shards[2]), **{f"{n}.bin": shards[n].tobytes() for n in (0, 1, 3)}}
-    windows = [shard[at : at + 33] for shard in shards for at in range(0, len(shard) - 32, 20)]
+    files = {
+        "2.npy": npy(shards[2]),
+        **{f"{n}.bin": shards[n].tobytes() for n in (0, 1, 3)},
+    }
+    windows = [
+        shard[at : at + 33] for shard in shards for at in range(0, len(shard) - 32, 20)
+    ]
     samples = [torch.from_numpy(window.astype(np.int64)) for window in windows]
-    return Format(files, lambda store: hr.TokenDataset(store, seq_len=33, stride=20), samples)
+    return Format(
+        files, lambda store: hr.TokenDataset(store, seq_len=33, stride=20), samples
+    )
 
 
 def _documents(*shards: str) -> Format:
     """Of Megatron or datatrove, with the files that lie beside each."""
-    files, tokens = files_in("tokens"), json.loads((FIXTURES / "tokens/expected.json").read_text())
+    files, tokens = (
+        files_in("tokens"),
+        json.loads((FIXTURES / "tokens/expected.json").read_text()),
+    )
     samples = [
-        torch.tensor(document, dtype=torch.int64) for shard in shards for document in tokens[shard]
+        torch.tensor(document, dtype=torch.int64)
+        for shard in shards
+        for document in tokens[shard]
     ]
     kept = {
         key: data
@@ -111,7 +133,9 @@ def _tar() -> Format:
                 "txt": b"%d" % (sample * 7919),
                 "bin": bytes(range(sample, sample + 9 * number)),
             }
-            members += [(f"{number}-{sample}.{field}", data) for field, data in fields.items()]
+            members += [
+                (f"{number}-{sample}.{field}", data) for field, data in fields.items()
+            ]
             samples.append({"__key__": f"{number}-{sample}", **fields})
         files[f"{number}.tar"] = tars.members(*members)
     return Format(files, hr.TarDataset.index, samples)
@@ -124,7 +148,9 @@ def _tables(
 ) -> Format:
     """Streams and files of Arrow or Parquet, one with a dictionary, compressed ones, and one without rows."""
     files, samples = {}, []
-    for number, (count, compression) in enumerate(zip((7, 0, 9, 10), compressions, strict=True)):
+    for number, (count, compression) in enumerate(
+        zip((7, 0, 9, 10), compressions, strict=True)
+    ):
         columns = {
             "id": [*range(number * 100, number * 100 + count)],
             "text": [f"{n % 3}" * 40 for n in range(count)],
@@ -170,7 +196,12 @@ def video_file(
         av.open(file.name, "w", format=container, options=flags) as output,
     ):
         video = output.add_stream(
-            codec, rate=30, options={**(options or {})}, width=64, height=48, pix_fmt=pixels
+            codec,
+            rate=30,
+            options={**(options or {})},
+            width=64,
+            height=48,
+            pix_fmt=pixels,
         )
         video.codec_context.gop_size, video.codec_context.max_b_frames = 12, 2
         video.codec_context.time_base = fractions.Fraction(1, 120)
@@ -180,7 +211,9 @@ def video_file(
         for number in range(count):
             picture = np.roll(noise, (2 * number, number), (0, 1))
             picture[:8, :8] = number % 256
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format=pixels)
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(
+                format=pixels
+            )
             frame.pts, frame.time_base = (
                 times[number] if times else 4 * number,
                 fractions.Fraction(1, 120),
@@ -227,9 +260,9 @@ def _lerobot() -> Format:
 def _zarr(**layout: Any) -> Format:
     values = np.arange(30 * 2 * 3, dtype=np.float32).reshape(30, 2, 3) ** 2
     files: dict[str, Any] = {}
-    zarr.create_array(zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout)[
-        :
-    ] = values
+    zarr.create_array(
+        zarr.storage.MemoryStore(files), shape=values.shape, dtype="f4", **layout
+    )[:] = values
     return Format(
         {key: data.to_bytes() for key, data in files.items()},
         hr.ZarrDataset,
@@ -238,7 +271,9 @@ def _zarr(**layout: Any) -> Format:
 
 
 def _arrays() -> Format:
-    parts = np.split(np.arange(40 * 2 * 3, dtype=np.float16).reshape(40, 2, 3), [17, 17, 30])
+    parts = np.split(
+        np.arange(40 * 2 * 3, dtype=np.float16).reshape(40, 2, 3), [17, 17, 30]
+    )
     files = {f"{number}.npy": npy(part) for number, part in enumerate(parts)}
     return Format(files, hr.ArrayDataset, [*torch.from_numpy(np.concatenate(parts))])
 
@@ -255,7 +290,9 @@ def tfrecords(data: bytes) -> list[bytes]:
 
 def _tfrecord() -> Format:
     files, unpack = files_in("tfrecord"), {"gz": gzip.decompress, "zlib": zlib.decompress}
-    unpacked = [unpack.get(key.rsplit(".", 1)[1], bytes)(data) for key, data in files.items()]
+    unpacked = [
+        unpack.get(key.rsplit(".", 1)[1], bytes)(data) for key, data in files.items()
+    ]
     samples = [record for data in unpacked for record in tfrecords(data)]
     return Format(files, hr.TFRecordDataset.index, samples, checked=True)
 
@@ -273,7 +310,9 @@ def _litdata_tokens() -> Format:
 
 
 FORMATS = {
-    "litdata": Format(files_in("litdata/raw"), hr.LitDataset, [*map(litdata.sample, range(18))]),
+    "litdata": Format(
+        files_in("litdata/raw"), hr.LitDataset, [*map(litdata.sample, range(18))]
+    ),
     "litdata frames": Format(
         files_in("litdata/frames"), hr.LitDataset, [*map(litdata.sample, range(18))]
     ),

@@ -13,7 +13,9 @@ from tests.unit.shards.resuming import in_memory
 ROWS = np.random.default_rng(0).integers(0, 1 << 62, size=(500, 3, 5))
 
 
-OBJECTS = {f"a/{n}.npy": npy(part) for n, part in enumerate(np.split(ROWS, [200, 200, 201]))}
+OBJECTS = {
+    f"a/{n}.npy": npy(part) for n, part in enumerate(np.split(ROWS, [200, 200, 201]))
+}
 
 
 def opened(server):
@@ -31,13 +33,30 @@ def test_rows_of_several_files_are_read_by_joined_requests(server):
     assert dataset.sample_key(200) == "a/2.npy[128:248]"
 
 
-TYPES = ("f2", "f4", "f8", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "b1", "c8", "c16")
+TYPES = (
+    "f2",
+    "f4",
+    "f8",
+    "u1",
+    "i1",
+    "u2",
+    "i2",
+    "u4",
+    "i4",
+    "u8",
+    "i8",
+    "b1",
+    "c8",
+    "c16",
+)
 
 
 @pytest.mark.parametrize("dtype", [order + kind for kind in TYPES for order in "<>"])
 @pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 2, 3)])
 def test_tensors_have_the_values_and_the_type_of_the_array(dtype, shape):
-    array = (ROWS.reshape(-1)[: np.prod(shape)].reshape(shape) % 30_000 - 99).astype(dtype)
+    array = (ROWS.reshape(-1)[: np.prod(shape)].reshape(shape) % 30_000 - 99).astype(
+        dtype
+    )
     dataset = hr.ArrayDataset(in_memory({"x.npy": npy(array)}))
     wanted = torch.from_numpy(array.astype(np.dtype(dtype).newbyteorder("=")))
     assert same(torch.stack([*dataset]), wanted)
@@ -65,12 +84,18 @@ class Runs:
 @pytest.mark.parametrize(
     ("files", "what"),
     [
-        ({"x.npy": npy(np.asfortranarray(ROWS))}, r"columns come first.*ascontiguousarray.*x\.npy"),
+        (
+            {"x.npy": npy(np.asfortranarray(ROWS))},
+            r"columns come first.*ascontiguousarray.*x\.npy",
+        ),
         (
             {"x.npy": npy(np.array([Runs()]), allow_pickle=True)},
             r"torch has no type for object.*x\.npy",
         ),
-        ({"x.npy": npy(np.zeros(3, "M8[s]"))}, r"torch has no type for datetime64.*x\.npy"),
+        (
+            {"x.npy": npy(np.zeros(3, "M8[s]"))},
+            r"torch has no type for datetime64.*x\.npy",
+        ),
         ({"x.npy": npy(np.zeros((3, 0)))}, r"shape \(3, 0\) has no rows.*x\.npy"),
         (
             {"x.npy": npy(ROWS)[:-120]},

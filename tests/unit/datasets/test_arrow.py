@@ -17,7 +17,9 @@ from tests.unit.shards.resuming import in_memory
 
 def written(*tables, new=pa.ipc.new_stream, **options):
     stream = io.BytesIO()
-    with new(stream, tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+    with new(
+        stream, tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)
+    ) as writer:
         for table in tables:
             writer.write_table(table)
     return stream.getvalue()
@@ -35,10 +37,15 @@ def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
     ]
     train = tmp_path / "splits/train"
     assert [*train.glob("cache-*.arrow")]
-    assert list(hr.ArrowDataset(train)) == list(hr.ArrowDataset(hr.Store(train.as_uri()))) == rows
+    assert (
+        list(hr.ArrowDataset(train))
+        == list(hr.ArrowDataset(hr.Store(train.as_uri())))
+        == rows
+    )
     assert list(hr.ArrowDataset(f"{train}/data-0000[01]-of-*.arrow")) == rows[:17]
     with pytest.raises(
-        ValueError, match=r"several splits or saves.*splits/test.*splits/train.*give the folder"
+        ValueError,
+        match=r"several splits or saves.*splits/test.*splits/train.*give the folder",
     ):
         hr.ArrowDataset(tmp_path / "splits")
     (train / "data-00001-of-00003.arrow").unlink()
@@ -47,7 +54,9 @@ def test_split_that_datasets_saved_is_read_without_its_cached_results(tmp_path):
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
-@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"compression": "lz4"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "zstd"}, {"compression": "lz4"}], ids=str
+)
 def test_every_type_and_selection_equals_pyarrows(new, options):
     table = pa.table(
         {
@@ -90,7 +99,9 @@ def test_dictionaries_that_grow_and_are_replaced():
 
 def test_record_batch_is_one_request(serve):
     table = pa.table({"id": range(400), "text": ["a" * 3000] * 400})
-    server = serve({"0.feather": written(*(table.slice(at, 100) for at in range(0, 400, 100)))})
+    server = serve(
+        {"0.feather": written(*(table.slice(at, 100) for at in range(0, 400, 100)))}
+    )
     dataset = hr.ArrowDataset(["0.feather"], store=server.store())
     assert len(server.seen()) == 5, "the beginning, and the end of each record batch"
     server.misbehave()
@@ -105,7 +116,11 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
         (stream[:-8], TruncatedShardError, "truncated"),  # at the border of two messages
         (stream + stream, ShardError, "no end with at most a footer"),
         (file[:-6], ShardError, "no end with at most a footer and b'ARROW1'"),
-        (b"FEA1" + bytes(100), ShardError, r"Feather 1: read it with pyarrow.feather, and write"),
+        (
+            b"FEA1" + bytes(100),
+            ShardError,
+            r"Feather 1: read it with pyarrow.feather, and write",
+        ),
         # In a column's name.
         (
             stream.replace(b"\1\0\0\0x", b"\1\0\0\0\xff", 1),
@@ -120,10 +135,15 @@ def test_files_that_are_cut_or_no_arrow_files_are_refused():
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_buffer_that_is_said_to_unpack_to_very_much_is_refused(tmp_path, new):
     table = pa.table(
-        {"x": np.zeros(10_000, np.int64), "d": pa.array(["a"] * 10_000).dictionary_encode()}
+        {
+            "x": np.zeros(10_000, np.int64),
+            "d": pa.array(["a"] * 10_000).dictionary_encode(),
+        }
     )
     with new(
-        tmp_path / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        tmp_path / "a.arrow",
+        table.schema,
+        options=pa.ipc.IpcWriteOptions(compression="zstd"),
     ) as writer:
         writer.write_table(table)
     data = (tmp_path / "a.arrow").read_bytes()
@@ -133,6 +153,7 @@ def test_buffer_that_is_said_to_unpack_to_very_much_is_refused(tmp_path, new):
         data.replace(struct.pack("<q", 80_000), struct.pack("<q", 8 << 30))
     )
     with pytest.raises(
-        ShardError, match=r"said to unpack to 8,589,9\d\d,\d\d\d, and 268,435,456 are the most"
+        ShardError,
+        match=r"said to unpack to 8,589,9\d\d,\d\d\d, and 268,435,456 are the most",
     ):
         hr.ArrowDataset(tmp_path)[0]

@@ -30,7 +30,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("format", "subtype"), KINDS)
-def test_whole_files_are_decoded_as_by_soundfile_and_truncated_ones_refused(format, subtype):
+def test_whole_files_are_decoded_as_by_soundfile_and_truncated_ones_refused(
+    format, subtype
+):
     data = written(format, subtype)
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         wanted = file.read(dtype="float32", always_2d=True).T
@@ -47,8 +49,12 @@ def mp3(xing=0, rate=44_100, **options):
     with av.open(
         data, "w", format="mp3", options={"write_xing": str(xing), "id3v2_version": "0"}
     ) as container:
-        stream = container.add_stream("libmp3lame", rate=rate, layout="mono", options=options)
-        frame = av.AudioFrame.from_ndarray(WAVE[:, :1].T.copy(), format="fltp", layout="mono")
+        stream = container.add_stream(
+            "libmp3lame", rate=rate, layout="mono", options=options
+        )
+        frame = av.AudioFrame.from_ndarray(
+            WAVE[:, :1].T.copy(), format="fltp", layout="mono"
+        )
         frame.sample_rate = rate
         for each in (frame, None):
             container.mux(stream.encode(each))
@@ -100,7 +106,10 @@ def test_wrong_sizes_in_headers():
         struct.pack_into("<I", changed, 4, size)
         struct.pack_into("<I", changed, 40, inner or len(data) - 44)
         assert torch.equal(decoded(bytes(changed)), samples)
-    assert decoded(written(subtype="GSM610", wave=WAVE[:, 0], rate=8000)).shape == (1, 40_320)
+    assert decoded(written(subtype="GSM610", wave=WAVE[:, 0], rate=8000)).shape == (
+        1,
+        40_320,
+    )
     flac = written("FLAC")
     for claims in (
         # Unknown, as of a pipe.

@@ -42,7 +42,9 @@ def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placeme
     mapped = torch.utils.data.Subset(
         cached.map(lambda sample: len(sample.data) * 100 + sample.label), range(5)
     )
-    with hr.DataLoader(mapped, batch_size=5, num_workers=1, placement=placement) as loader:
+    with hr.DataLoader(
+        mapped, batch_size=5, num_workers=1, placement=placement
+    ) as loader:
         for _ in range(2):
             assert [batch.tolist() for batch in loader] == [[0, 101, 202, 303, 404]]
         counts = loader.stats().requests
@@ -51,25 +53,37 @@ def test_map_after_cache_runs_in_workers_in_each_epoch(server, tmp_path, placeme
 
 
 def test_labels_are_not_cached(server, tmp_path):
-    assert objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label == "old"
+    assert (
+        objects(server, labels=lambda key: "old").cache(tmp_path / "cache")[3].label
+        == "old"
+    )
     before = server.requests()["GET"]
-    assert objects(server, labels=lambda key: "new").cache(tmp_path / "cache")[3].label == "new"
+    assert (
+        objects(server, labels=lambda key: "new").cache(tmp_path / "cache")[3].label
+        == "new"
+    )
     assert server.requests()["GET"] == before
 
 
 def test_store_objects_are_identified_by_their_configuration(server, tmp_path):
     ready = from_url(f"{server.url}/train", **server.store_options)
     other = from_url(f"{server.url}/tokens", **server.store_options)
-    one = hr.ObjectDataset(hr.Store("name", backend=ready), keys=["3"]).cache(tmp_path / "cache")
+    one = hr.ObjectDataset(hr.Store("name", backend=ready), keys=["3"]).cache(
+        tmp_path / "cache"
+    )
     assert bytes(one[0].data) == b"\3\3\3"
     with pytest.raises(hr.errors.ObjectNotFoundError):
-        hr.ObjectDataset(hr.Store("name", backend=other), keys=["3"]).cache(tmp_path / "cache")[0]
+        hr.ObjectDataset(hr.Store("name", backend=other), keys=["3"]).cache(
+            tmp_path / "cache"
+        )[0]
 
 
 def test_file_store_is_cached(tmp_path):
     for content in (b"first", b"second"):
         folder = in_folder(tmp_path / "data", {"a": content})
-        assert bytes(hr.ObjectDataset(folder).cache(tmp_path / "cache")[0].data) == content
+        assert (
+            bytes(hr.ObjectDataset(folder).cache(tmp_path / "cache")[0].data) == content
+        )
 
 
 def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
@@ -89,7 +103,9 @@ def test_subclass_may_define_sample_of_but_not_aget(server, tmp_path):
         Wrong(server.store("train")).cache(tmp_path / "cache")
 
 
-def test_store_in_memory_and_size_limit_that_is_not_positive_are_refused(server, tmp_path):
+def test_store_in_memory_and_size_limit_that_is_not_positive_are_refused(
+    server, tmp_path
+):
     with pytest.raises(ValueError, match="max_bytes"):
         objects(server).cache(tmp_path / "cache", max_bytes=0)
     with pytest.raises(ValueError, match="in the memory of this process"):

@@ -89,7 +89,9 @@ def test_wrong_arguments_are_errors():
 
 
 def test_shuffle_moves_no_sample_forward_beyond_its_buffer():
-    position = {sample: place for place, sample in enumerate(stream(*range(200)).shuffle(10))}
+    position = {
+        sample: place for place, sample in enumerate(stream(*range(200)).shuffle(10))
+    }
     assert -9 <= min(place - sample for sample, place in position.items()) < -5
 
 
@@ -102,7 +104,11 @@ def test_stream_without_a_sample_in_a_pass_is_left_out_of_a_mix_that_ends_with_a
 
     numbers = stream(*range(50))
     rejected = numbers.filter(lambda number: False)
-    for parts in ([stream(), numbers], [numbers, rejected], [stream(), numbers, stream()]):
+    for parts in (
+        [stream(), numbers],
+        [numbers, rejected],
+        [stream(), numbers, stream()],
+    ):
         assert list(hr.mix(parts, [1] * len(parts), stop="all")) == list(range(50))
     assert list(hr.mix([stream(), stream()], [1, 1], stop="all")) == []
     mixed = hr.mix([hr.from_async_iterable(once), numbers], [1, 1], stop="all")
@@ -128,7 +134,9 @@ def test_wrong_length_is_an_error(length):
 
 def test_sample_over_budget_is_an_error_and_the_next_batch_follows():
     batches = hr.batch_by_tokens(stream("aa", "x" * 9, "bb"), 4)
-    with hr.DataLoader(batches, batch_size=None, on_error="skip", collate_fn=list) as loader:
+    with hr.DataLoader(
+        batches, batch_size=None, on_error="skip", collate_fn=list
+    ) as loader:
         assert list(loader) == [["aa", "bb"]]
         assert "9 tokens is over max_tokens=4" in str(loader.stats().skipped[0])
 

@@ -64,7 +64,9 @@ async def test_large_file_is_read_in_pieces_and_comes_whole(tmp_path, more):
     assert sample.data == content
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/sys/kernel/ostype"), reason="there is no /proc")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/sys/kernel/ostype"), reason="there is no /proc"
+)
 def test_a_file_whose_size_is_not_told_comes_whole():
     assert FileDataset("/proc/sys/kernel", "ostype")[0].data == b"Linux\n"
 

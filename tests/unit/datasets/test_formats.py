@@ -87,9 +87,15 @@ def test_cached_samples_need_no_store(name, store, tmp_path):
     assert read(hr.DataLoader(cached, **COLLATE))[0] == every == wanted(name)
 
 
-def test_pickled_dataset_opens_without_a_request_and_reads_the_same_version(tmp_path, serve):
+def test_pickled_dataset_opens_without_a_request_and_reads_the_same_version(
+    tmp_path, serve
+):
     server = serve(
-        {f"{name}/{key}": data for name in FORMATS for key, data in FORMATS[name].files.items()}
+        {
+            f"{name}/{key}": data
+            for name in FORMATS
+            for key, data in FORMATS[name].files.items()
+        }
     )
     for name in FORMATS:
         first = FORMATS[name].open(server.store(name))
@@ -98,7 +104,9 @@ def test_pickled_dataset_opens_without_a_request_and_reads_the_same_version(tmp_
         second = pickle.loads(pickled)
         assert server.requests() == before, name
         for dataset in (first, second):
-            assert [*map(plain, dataset.__getitems__(range(len(dataset))))] == wanted(name)
+            assert [*map(plain, dataset.__getitems__(range(len(dataset))))] == wanted(
+                name
+            )
     pickled = pickle.dumps(FORMATS["tar index"].open(server.store("tar index")))
     server.put("tar index/0.tar", FORMATS["tar index"].files["2.tar"])
     with pytest.raises(ObjectChangedError, match=r"0\.tar"):

@@ -55,7 +55,10 @@ def hub(files, name="datasets/org/name", token=TOKEN, **options):
     [
         ("data/*.jsonl", ["data/a.jsonl", "data/b c+é%20#.jsonl", "data/c.jsonl"]),
         ("data/{a,c}.jsonl", ["data/a.jsonl", "data/c.jsonl"]),
-        (["data/?.jsonl", "**/[cd].jsonl"], ["data/a.jsonl", "data/c.jsonl", "data/deep/d.jsonl"]),
+        (
+            ["data/?.jsonl", "**/[cd].jsonl"],
+            ["data/a.jsonl", "data/c.jsonl", "data/deep/d.jsonl"],
+        ),
         ("*", ["README.md", "empty.jsonl", "large.bin", "tokens.bin"]),
     ],
 )
@@ -76,15 +79,20 @@ def test_datasets_read_by_signed_urls_that_never_get_the_token(server):
     ]
     windows = hr.TokenDataset(hub("tokens.bin"), seq_len=100)
     with hr.DataLoader(windows, batch_size=5, shuffle=True, num_workers=1) as loader:
-        assert sorted(token for batch in loader for token in batch.flatten().tolist()) == [
-            *range(2000)
-        ]
-    assert {(host, token) for host, _, _, token in server.requests} == {("hub", TOKEN), ("cdn", "")}
+        assert sorted(
+            token for batch in loader for token in batch.flatten().tolist()
+        ) == [*range(2000)]
+    assert {(host, token) for host, _, _, token in server.requests} == {
+        ("hub", TOKEN),
+        ("cdn", ""),
+    }
     resolved = [path for host, _, path, _ in server.requests if "/resolve/" in path]
     assert all(path.startswith(f"/datasets/org/name/resolve/{OLD}/") for path in resolved)
     # A large file is read in parts, and a HEAD request would not be signed.
     server.requests.clear()
-    assert asyncio.run(hub("large.bin")[0].read_version(20 << 20))[1] == FILES["large.bin"]
+    assert (
+        asyncio.run(hub("large.bin")[0].read_version(20 << 20))[1] == FILES["large.bin"]
+    )
     assert {method for _, method, _, _ in server.requests} == {"GET"}
 
 
@@ -154,7 +162,9 @@ def test_hub_that_throttles_is_an_error(server):
     assert caught.value.status == 429
 
 
-def test_reads_are_retried_if_throttled_and_name_the_terms_but_not_the_token_if_refused(server):
+def test_reads_are_retried_if_throttled_and_name_the_terms_but_not_the_token_if_refused(
+    server,
+):
     shards = hub("data/a.jsonl")
     server.throttled = 3
     with hr.DataLoader(hr.LinesDataset(shards), batch_size=None) as loader:
@@ -162,7 +172,9 @@ def test_reads_are_retried_if_throttled_and_name_the_terms_but_not_the_token_if_
         assert loader.stats().requests.throttled == 3
         state = loader.state_dict()
     server.gated = True
-    with pytest.raises(hr.StoreError, match=r"ask for access.*accepted the terms") as caught:
+    with pytest.raises(
+        hr.StoreError, match=r"ask for access.*accepted the terms"
+    ) as caught:
         list(hr.LinesDataset(shards))
     assert (
         TOKEN

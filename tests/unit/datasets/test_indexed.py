@@ -77,7 +77,15 @@ def in_parts():
 
 def archive_of_every_kind():
     """A tar with long names, extended headers, folders, other files, empty members, and a name that is no UTF-8."""
-    files = ["README", "a.txt", "x" * 300 + ".txt", "\udcff.txt", "ä/b.c.txt", "LICENSE", "e.TXT"]
+    files = [
+        "README",
+        "a.txt",
+        "x" * 300 + ".txt",
+        "\udcff.txt",
+        "ä/b.c.txt",
+        "LICENSE",
+        "e.TXT",
+    ]
     members = [(name, bytes(len(name) - 5)) for name in files]
     members.insert(2, ("d", typed(tarfile.DIRTYPE)))
     return tars.members(*members, format=tarfile.PAX_FORMAT)
@@ -87,10 +95,18 @@ def archive_of_every_kind():
     ("kind", "files", "options"),
     [
         (hr.TarDataset, {**numbered(2, 10), "empty.tar": tars.members()}, {}),
-        (hr.TarDataset, {**numbered(1, 3), "z.tar": archive_of_every_kind()}, {"uniform": False}),
         (
             hr.TarDataset,
-            {"gnu.tar": tars.members(("g" * 200 + ".a", b"1"), (".a", b"2"), ("h.a", b"3"))},
+            {**numbered(1, 3), "z.tar": archive_of_every_kind()},
+            {"uniform": False},
+        ),
+        (
+            hr.TarDataset,
+            {
+                "gnu.tar": tars.members(
+                    ("g" * 200 + ".a", b"1"), (".a", b"2"), ("h.a", b"3")
+                )
+            },
             {},
         ),
         (
@@ -115,7 +131,9 @@ def archive_of_every_kind():
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_indexed_samples_are_those_of_the_stream(tmp_path, monkeypatch, kind, files, options):
+def test_indexed_samples_are_those_of_the_stream(
+    tmp_path, monkeypatch, kind, files, options
+):
     files = {name: data for name, data in files.items() if name.endswith(kind.suffixes)}
     in_folder(tmp_path, files)
     dataset = kind.index(tmp_path, save=True, **options)
@@ -125,7 +143,9 @@ def test_indexed_samples_are_those_of_the_stream(tmp_path, monkeypatch, kind, fi
     assert len(dataset.counts) == len(files)
     order = random.Random(0).sample(range(len(dataset)), len(dataset))
     reordered = [expected[index] for index in order]
-    with hr.DataLoader(dataset, 7, sampler=order, collate_fn=list, placement="process") as loader:
+    with hr.DataLoader(
+        dataset, 7, sampler=order, collate_fn=list, placement="process"
+    ) as loader:
         assert [sample for batch in loader for sample in batch] == reordered
     # Borders within samples.
     monkeypatch.setattr("headrace.datasets.cached.CACHE_BLOCK", 700)
@@ -146,7 +166,10 @@ def test_indexed_dataset_has_counts_of_shards_and_keys_of_samples(folder):
 
 
 def test_index_of_samples_with_different_fields_needs_a_choice_of_fields(tmp_path):
-    in_folder(tmp_path, {"a.tar": tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3"))})
+    in_folder(
+        tmp_path,
+        {"a.tar": tars.members(("a.jpg", b"1"), ("b.cls", b"2"), ("b.jpg", b"3"))},
+    )
     chosen = hr.TarDataset.index(tmp_path, fields=["jpg"])
     assert [sample["jpg"] for sample in chosen] == [b"1", b"3"]
     with pytest.raises(ShardError, match="'a' lacks 'cls'"):
@@ -174,9 +197,14 @@ def test_stream_and_index_read_archives_of_gnu_tar_and_skip_members_that_are_no_
 ):
     files = {"a.txt": b"a" * 3000, f"sub/{name}.txt": b"long"}
     folder = in_folder(tmp_path / "in", files)
-    subprocess.run(["tar", "-C", folder, option, "-cf", tmp_path / "a.tar", "."], check=True)
+    subprocess.run(
+        ["tar", "-C", folder, option, "-cf", tmp_path / "a.tar", "."], check=True
+    )
     index = hr.TarDataset.index(tmp_path / "a.tar")
-    for samples in (hr.TarDataset(tmp_path / "a.tar"), map(index.__getitem__, range(len(index)))):
+    for samples in (
+        hr.TarDataset(tmp_path / "a.tar"),
+        map(index.__getitem__, range(len(index))),
+    ):
         assert {f"{sample['__key__']}.txt": sample["txt"] for sample in samples} == files
 
 
@@ -184,19 +212,28 @@ def test_stream_and_index_read_archives_of_gnu_tar_and_skip_members_that_are_no_
     ("archive", "why"),
     [
         (gzip.compress(tars.shard("ab")), "gzip by its first bytes, but not by its name"),
-        (tars.members(("README", b"x")), "none of its 1 files has a name with an extension"),
+        (
+            tars.members(("README", b"x")),
+            "none of its 1 files has a name with an extension",
+        ),
         (tars.shard("ab")[:1500], "truncated tar"),
     ],
 )
 def test_stream_and_index_refuse_with_the_same_reason(tmp_path, archive, why):
     (tmp_path / "a.tar").write_bytes(archive)
-    for read in (lambda: list(hr.TarDataset(tmp_path)), lambda: hr.TarDataset.index(tmp_path)):
+    for read in (
+        lambda: list(hr.TarDataset(tmp_path)),
+        lambda: hr.TarDataset.index(tmp_path),
+    ):
         with pytest.raises(ShardError, match=why):
             read()
 
 
 def test_a_compressed_shard_is_read_once(serve):
-    shards = {"a.tar.gz": gzip.compress(tars.shard(map(str, range(300)))), "b.tar": tars.shard("x")}
+    shards = {
+        "a.tar.gz": gzip.compress(tars.shard(map(str, range(300)))),
+        "b.tar": tars.shard("x"),
+    }
     server = serve(shards)
     dataset = hr.TarDataset.index([*shards], store=server.store(), save=True)
     before = server.requests()["GET"]
@@ -297,7 +334,10 @@ def test_invalid_samples_are_errors_of_the_stream_when_they_are_read(tmp_path):
     for dataset, good in (
         (hr.LinesDataset.index(tmp_path), [1, 3]),
         (hr.TFRecordDataset.index(tmp_path), hr.TFRecordDataset(tmp_path)),
-        (hr.TarDataset.index(tmp_path, uniform=False), hr.TarDataset(tmp_path, uniform=False)),
+        (
+            hr.TarDataset.index(tmp_path, uniform=False),
+            hr.TarDataset(tmp_path, uniform=False),
+        ),
     ):
         with hr.DataLoader(dataset, batch_size=None, on_error="skip") as loader:
             read = list(loader)
@@ -345,7 +385,9 @@ def test_every_mutation_of_an_index_is_an_error_or_changes_nothing(folder):
     )
     assert all("headrace.index" in error for error in errors)
     path.write_bytes(b"")
-    with pytest.raises(ShardError, match=r"damaged one; make it again by `headrace index`"):
+    with pytest.raises(
+        ShardError, match=r"damaged one; make it again by `headrace index`"
+    ):
         hr.TarDataset.index(folder)
     assert list(hr.TarDataset.index(folder, save=True)) == whole
     assert path.read_bytes() == data
@@ -358,7 +400,9 @@ def test_offsets_beyond_four_gib_are_exact():
     parts = []
     for name in ("0.tar", "1.tar"):
         row = IndexedShard(name, "tar", end, None, None, len(sizes), end, None, "")
-        parts.append(IndexFile(name, dump_index("", [row], begins, np.empty(0, np.uint32))))
+        parts.append(
+            IndexFile(name, dump_index("", [row], begins, np.empty(0, np.uint32)))
+        )
     index = IndexFile("all", IndexFile.joined("", parts))
     starts, stops = index.bounds(np.repeat([0, 1], 40), np.tile(np.arange(40), 2))
     assert starts.tolist() == [*begins, *begins]
@@ -370,7 +414,9 @@ def test_a_pickled_index_is_the_path_and_the_hash_of_its_file(folder):
     pickled = pickle.dumps(hr.TarDataset.index(folder))
     (folder / "more.tar").write_bytes(tars.shard(map(str, range(20_000))))
     hr.TarDataset.index(folder / "more.tar", index=folder / "more.index", save=True)
-    large = pickle.dumps(hr.TarDataset.index(folder / "more.tar", index=folder / "more.index"))
+    large = pickle.dumps(
+        hr.TarDataset.index(folder / "more.tar", index=folder / "more.index")
+    )
     assert len(large) < len(pickled) < 3_000
     path = folder / "headrace.index"
     path.rename(folder / "moved")
@@ -401,7 +447,9 @@ def test_an_index_beside_its_shards_is_found_without_a_request_for_each_shard(se
         assert server.requests()["HEAD"] == before["HEAD"]
     before = server.requests()
     assert dataset[15]["txt"] == b"text of 03-000"
-    assert sum(server.requests().values()) - sum(before.values()) == 1, "a sample is one request"
+    assert sum(server.requests().values()) - sum(before.values()) == 1, (
+        "a sample is one request"
+    )
 
 
 def test_a_start_by_the_index_alone_makes_no_request(tmp_path, serve):
@@ -415,7 +463,9 @@ def test_a_start_by_the_index_alone_makes_no_request(tmp_path, serve):
     dataset = hr.TarDataset.index(index=path.as_uri(), store=store, fields=["txt"])
     assert server.requests() == before
     assert [sample["txt"] for sample in dataset] == [sample["txt"] for sample in whole]
-    with pytest.raises(ShardError, match=r"indexed as tar in .*, and not as lines of text"):
+    with pytest.raises(
+        ShardError, match=r"indexed as tar in .*, and not as lines of text"
+    ):
         hr.LinesDataset.index(index=path.as_uri(), store=store)
     with pytest.raises(TypeError, match="give shards, or index="):
         hr.TarDataset.index()
@@ -441,11 +491,18 @@ def test_each_shard_has_the_format_of_the_dataset(tmp_path):
     """An index of a.txt and b.jsonl as text is refused for b.jsonl where b.jsonl is read as JSON."""
     in_folder(tmp_path, {"a.jsonl": b"1\n\n2\n", "b.txt": b"3\n"})
     index = tmp_path / "headrace.index"
-    assert list(hr.LinesDataset.index(tmp_path, save=True, format="text")) == ["1", "", "2", "3"]
+    assert list(hr.LinesDataset.index(tmp_path, save=True, format="text")) == [
+        "1",
+        "",
+        "2",
+        "3",
+    ]
     assert len(hr.LinesDataset.index(index=index, format="text")) == 4
     dataset = hr.LinesDataset.index(index=index)
     assert dataset[3] == "3"
-    with pytest.raises(ShardError, match=r"indexed as lines of text .* not as .*JSON.*a\.jsonl"):
+    with pytest.raises(
+        ShardError, match=r"indexed as lines of text .* not as .*JSON.*a\.jsonl"
+    ):
         dataset[0]
 
 
@@ -457,7 +514,9 @@ def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards(serve):
     again = hr.TarDataset.index("*.tar", store=store)
     assert server.requests()["PUT"] == 0
     assert server.requests()["HEAD"] == before["HEAD"] == 0
-    assert server.requests()["GET"] - before["GET"] == 1, "whether there is one beside the shards"
+    assert server.requests()["GET"] - before["GET"] == 1, (
+        "whether there is one beside the shards"
+    )
     assert list(again) == list(built)
     server.put("0001.tar", tars.shard("xyz"))
     assert keys(hr.TarDataset.index("*.tar", store=store))[10:13] == ["x", "y", "z"]
@@ -466,7 +525,9 @@ def test_an_index_that_is_built_is_kept_for_these_versions_of_the_shards(serve):
 def test_replaced_and_missing_shards_are_named(folder):
     hr.TarDataset.index(folder, save=True)
     (folder / "new.tar").write_bytes(tars.shard("ab"))
-    with pytest.raises(ShardError, match=r"not in the index .*headrace index file:.*new\.tar"):
+    with pytest.raises(
+        ShardError, match=r"not in the index .*headrace index file:.*new\.tar"
+    ):
         hr.TarDataset.index(folder)
     (folder / "new.tar").unlink()
     named = hr.TarDataset.index([folder / "0003.tar", folder / "0001.tar"])
@@ -506,8 +567,12 @@ def test_shards_and_index_can_be_copied_to_another_place(folder, tmp_path):
     assert copied[17]["__key__"] == "01-007"
 
 
-@pytest.mark.parametrize(("key", "status"), [("*.tar", 403), ("*.index", 401), ("*.index", 400)])
-def test_index_that_is_refused_does_not_exist_and_other_refusals_are_errors(serve, key, status):
+@pytest.mark.parametrize(
+    ("key", "status"), [("*.tar", 403), ("*.index", 401), ("*.index", 400)]
+)
+def test_index_that_is_refused_does_not_exist_and_other_refusals_are_errors(
+    serve, key, status
+):
     server = serve(numbered(1, 10))
     server.misbehave(Fault("status", key="*.index", status=403))
     # S3 refuses what does not exist, to those who may not list the bucket.
@@ -521,7 +586,9 @@ def test_index_that_is_refused_does_not_exist_and_other_refusals_are_errors(serv
 def test_read_only_store_warns_once(serve):
     server = serve(numbered(3, 10))
     server.misbehave(Fault("status", method="PUT", status=403))
-    with pytest.warns(RuntimeWarning, match="cannot store the index beside its shards") as warned:
+    with pytest.warns(
+        RuntimeWarning, match="cannot store the index beside its shards"
+    ) as warned:
         dataset = hr.TarDataset.index("*.tar", store=server.store(), save=True)
     assert dataset[15]["txt"] == b"text of 01-005"
     assert len(warned) == 1
@@ -559,7 +626,14 @@ def test_a_killed_command_continues_to_the_same_bytes(tmp_path, forks):
     folder = in_folder(tmp_path / "shards", numbered(40, 3))
     whole, killed = tmp_path / "whole.index", tmp_path / "killed.index"
     assert main(["index", str(folder), "--output", str(whole), "--processes", "2"]) == 0
-    arguments = ["index", str(folder / "*.tar"), "--output", str(killed), "--processes", "1"]
+    arguments = [
+        "index",
+        str(folder / "*.tar"),
+        "--output",
+        str(killed),
+        "--processes",
+        "1",
+    ]
     parts = [0]
     for last in (1, 3, 5, 40):
         done = forks.run(functools.partial(killed_after, last, arguments))
@@ -593,7 +667,10 @@ def test_parts_of_several_machines_are_joined(folder, tmp_path, capsys):
 
 
 def test_an_index_has_the_lengths_that_a_function_gives(tmp_path, capsys):
-    in_folder(tmp_path, {"a.jsonl": b'"one"\n[1, 2]\n{\n', "b.jsonl.gz": gzip.compress(b'"three"')})
+    in_folder(
+        tmp_path,
+        {"a.jsonl": b'"one"\n[1, 2]\n{\n', "b.jsonl.gz": gzip.compress(b'"three"')},
+    )
     with pytest.raises(ValueError, match="has no lengths"):
         print(hr.LinesDataset.index(tmp_path).lengths)
     command = ["index", str(tmp_path), "--processes", "1", "--length"]

@@ -39,7 +39,9 @@ def read(as_rank):
 
     def read(data, rank, ranks, steps=None, state=None, **options):
         as_rank(rank, ranks)
-        with hr.DataLoader(data, 100, seed=5, collate_fn=first_tokens, **options) as loader:
+        with hr.DataLoader(
+            data, 100, seed=5, collate_fn=first_tokens, **options
+        ) as loader:
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
             batches = list(itertools.islice(loader, steps))
@@ -71,7 +73,8 @@ def test_each_rank_reads_blocks_of_its_own(tokens, read, shuffle):
     # Blocks of whole groups, in the order of the dataset.
     full = SAMPLES // (50 * 192) * 192
     blocks = [
-        {sample // 50 for sample in read(tokens, rank, 4, shuffle=shuffle)[0]} for rank in range(4)
+        {sample // 50 for sample in read(tokens, rank, 4, shuffle=shuffle)[0]}
+        for rank in range(4)
     ]
     shared = set.union(*(one & other for one, other in itertools.combinations(blocks, 2)))
     assert len(shared) <= 192 if shuffle else min(shared, default=full) >= full
@@ -81,7 +84,10 @@ def test_each_rank_reads_blocks_of_its_own(tokens, read, shuffle):
     "wrap", [lambda data: data.map(torch.clone), lambda data: hr.concat([data])]
 )
 def test_functions_and_concatenations_keep_the_order(tokens, read, wrap):
-    assert read(wrap(tokens), 1, 2, 3, shuffle=True)[0] == read(tokens, 1, 2, 3, shuffle=True)[0]
+    assert (
+        read(wrap(tokens), 1, 2, 3, shuffle=True)[0]
+        == read(tokens, 1, 2, 3, shuffle=True)[0]
+    )
 
 
 def test_the_order_of_the_dataset_is_another_on_one_rank_than_on_several(tokens, read):
@@ -103,7 +109,11 @@ def test_a_stream_has_the_order_of_the_loader(tokens, read):
 
 def test_samples_of_a_subset_are_not_read_in_blocks(tokens, read):
     with pytest.warns(UserWarning, match="each of 2 ranks reads all"):
-        assert read(torch.utils.data.Subset(tokens, [5, 30_000, 7]), 0, 2)[0] == [5, 30_000, 7]
+        assert read(torch.utils.data.Subset(tokens, [5, 30_000, 7]), 0, 2)[0] == [
+            5,
+            30_000,
+            7,
+        ]
 
 
 def test_sizes_of_blocks_follow_from_the_bytes_of_samples(folder):

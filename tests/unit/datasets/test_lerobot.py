@@ -33,11 +33,18 @@ TIMES = {"plain": {}, "deltas": make.DELTAS}
 
 def check(samples, rows, case="plain"):
     """Check that samples are those of some rows."""
-    wanted = {name.partition("/")[2]: EXPECTED[name] for name in EXPECTED if name.startswith(case)}
+    wanted = {
+        name.partition("/")[2]: EXPECTED[name]
+        for name in EXPECTED
+        if name.startswith(case)
+    }
     assert wanted.keys() == samples[0].keys()
     for name, values in wanted.items():
         found = np.stack([make.stored(name, sample[name]) for sample in samples])
-        assert (found.dtype.kind, found.shape[1:]) == (values.dtype.kind, values.shape[1:])
+        assert (found.dtype.kind, found.shape[1:]) == (
+            values.dtype.kind,
+            values.shape[1:],
+        )
         # Releases of FFmpeg may round the colours in another way.
         if values.dtype == np.uint8:
             assert abs(found.astype(int) - values[rows]).max() <= 2
@@ -92,11 +99,15 @@ def test_frames_as_uint8_and_the_metadata():
 def test_a_dataset_without_videos_has_the_rows():
     def change(info):
         info["features"] = {
-            key: feature for key, feature in info["features"].items() if feature["dtype"] != "video"
+            key: feature
+            for key, feature in info["features"].items()
+            if feature["dtype"] != "video"
         }
 
     files = changed("meta/info.json", change)
-    rows = hr.LeRobotDataset(in_memory(files), {"action": [0.0, 0.2], "note": [-0.1, 0.1]})
+    rows = hr.LeRobotDataset(
+        in_memory(files), {"action": [0.0, 0.2], "note": [-0.1, 0.1]}
+    )
     assert rows[3]["action"].tolist() == EXPECTED["plain/action"][[3, 5]].tolist()
     assert rows[3]["note"] == ["né 2", "né 4"]
     assert "observation.images.front" not in rows[3]
@@ -110,7 +121,10 @@ def groups(video):
     ends = [*begins[1:], packets[-1].pos + packets[-1].size]
     bounds = np.array([*zip(begins, ends, strict=True)])
     order = sorted(packets, key=lambda packet: packet.pts)
-    return [bounds[np.searchsorted(begins, each.pos, side="right") - 1].tolist() for each in order]
+    return [
+        bounds[np.searchsorted(begins, each.pos, side="right") - 1].tolist()
+        for each in order
+    ]
 
 
 GROUPS = {path: groups(data) for path, data in FILES.items() if path.endswith(".mp4")}
@@ -187,7 +201,10 @@ def depth(info):
             changed("meta/info.json", lambda info: info.pop("fps")),
             "it has no 'fps'.*meta/info.json",
         ),
-        ({**FILES, "meta/stats.json": b"{"}, "no JSON.*meta/stats.json|meta/stats.json.*no JSON"),
+        (
+            {**FILES, "meta/stats.json": b"{"},
+            "no JSON.*meta/stats.json|meta/stats.json.*no JSON",
+        ),
         (
             changed(EPISODES, column("dataset_to_index", lambda values: values[::-1])),
             "episodes are not those of 51 rows",
@@ -227,7 +244,9 @@ def test_damaged_frames_are_an_error_with_the_file():
     begin, end = GROUPS[FRONT][0]
     video = FILES[FRONT][:begin] + bytes(end - begin) + FILES[FRONT][end:]
     rows = hr.LeRobotDataset(in_memory({**FILES, FRONT: video}))
-    with pytest.raises(ShardError, match=r"frames of '.*front' cannot be decoded") as caught:
+    with pytest.raises(
+        ShardError, match=r"frames of '.*front' cannot be decoded"
+    ) as caught:
         rows[0]
     assert FRONT in str(caught.value)
     check([rows[40]], [40])

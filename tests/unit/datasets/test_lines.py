@@ -47,7 +47,11 @@ PAGE = b"\n<!DOCTYPE html>\n<html></html>\n"
         ("a.jsonl", LFS, "Git LFS pointer"),
         ("a.txt.gz", LFS, "Git LFS pointer"),
         ("a.txt", PAGE, "web page"),
-        ("a.csv", b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "web page"),
+        (
+            "a.csv",
+            b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+            "web page",
+        ),
     ],
 )
 def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
@@ -55,7 +59,9 @@ def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
 ):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "whole.txt").write_bytes(b"line")
-    with hr.DataLoader(hr.LinesDataset(tmp_path), batch_size=None, on_error="skip") as loader:
+    with hr.DataLoader(
+        hr.LinesDataset(tmp_path), batch_size=None, on_error="skip"
+    ) as loader:
         assert list(loader) == ["line"]
         assert loader.stats().skipped_samples == 1
     with pytest.raises(ShardError, match=what):
@@ -65,7 +71,11 @@ def test_file_that_is_not_lines_is_an_error_that_says_what_the_file_is(
 @pytest.mark.parametrize(
     ("content", "format", "lines"),
     [
-        (b'{"m": [{"a": 0}]}\n{"m": [{"a": 1}]}\n', "auto", [{"m": [{"a": 0}]}, {"m": [{"a": 1}]}]),
+        (
+            b'{"m": [{"a": 0}]}\n{"m": [{"a": 1}]}\n',
+            "auto",
+            [{"m": [{"a": 0}]}, {"m": [{"a": 1}]}],
+        ),
         (b'{"boxes": [[0, 1]], "label": 2}', "auto", [{"boxes": [[0, 1]], "label": 2}]),
         (b'[{"a": 0}, {"a": 1}]', "json", [[{"a": 0}, {"a": 1}]]),
         (b"<html>\n", "text", ["<html>"]),
@@ -101,7 +111,8 @@ def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
     for shards in (tmp_path / f"a.txt{ending}", tmp_path / "*"):
         for format in ("auto", "bytes"):
             with pytest.raises(
-                ShardError, match=rf"compression is not supported.* \.gz, \.zst.*\{ending}"
+                ShardError,
+                match=rf"compression is not supported.* \.gz, \.zst.*\{ending}",
             ):
                 hr.LinesDataset(shards, format=format)
 
@@ -110,7 +121,9 @@ def test_compression_that_is_not_supported_is_refused(tmp_path, ending):
 def test_invalid_line_is_an_error_with_its_number_and_offset(tmp_path, num_workers):
     files = {"a.jsonl": b'{"x": 1}\n\n{"x": \n{"x": 3}\n', "b.jsonl": b'{"x": 4}\n'}
     dataset = hr.LinesDataset(in_folder(tmp_path, files), shards_in_parallel=1)
-    with hr.DataLoader(dataset, batch_size=1, num_workers=num_workers, on_error="skip") as loader:
+    with hr.DataLoader(
+        dataset, batch_size=1, num_workers=num_workers, on_error="skip"
+    ) as loader:
         assert [batch["x"].item() for batch in loader] == [1, 3, 4]
         (failure,) = loader.stats().skipped
     assert failure.type_name == "ShardError"
@@ -118,7 +131,9 @@ def test_invalid_line_is_an_error_with_its_number_and_offset(tmp_path, num_worke
     assert "a.jsonl, offset 10)" in failure.message
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", tars.zstd)])
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [(".gz", gzip.compress), (".zst", tars.zstd)]
+)
 def test_every_truncation_of_a_compressed_file_is_an_error(tmp_path, suffix, pack):
     packed = pack(b"one\ntwo\n" * 20)
     file = tmp_path / f"a.txt{suffix}"
@@ -131,7 +146,10 @@ def test_every_truncation_of_a_compressed_file_is_an_error(tmp_path, suffix, pac
 def test_line_longer_than_the_limit_is_refused_before_its_end(serve):
     server = serve({"a.txt": b"x" * 1_000_000})
     dataset = hr.LinesDataset(
-        f"{server.http_url}/a.txt", line_limit=2000, chunk_bytes=1000, requests_per_shard=1
+        f"{server.http_url}/a.txt",
+        line_limit=2000,
+        chunk_bytes=1000,
+        requests_per_shard=1,
     )
     with pytest.raises(ShardError, match="longer than line_limit=2000"):
         list(dataset)

@@ -77,7 +77,9 @@ def changed(draw, kind, files, data, at):
     if kind == "longer":
         return data + data[at : at + draw(st.integers(1, 100))] + b"\0"
     if kind == "flip" and at < len(data):
-        return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+        return (
+            data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+        )
     if kind == "number":
         width = draw(st.sampled_from([1, 2, 4, 8]))
         value = draw(st.sampled_from(EVIL)) & ((1 << 8 * width) - 1)
@@ -85,7 +87,11 @@ def changed(draw, kind, files, data, at):
         return written[: max(len(data), at)]
     if kind == "text" and (numbers := [*re.finditer(rb'-?\d+|"[^"]*"', data[:20_000])]):
         number = draw(st.sampled_from(numbers))
-        return data[: number.start()] + draw(st.sampled_from(EVIL_TEXTS)) + data[number.end() :]
+        return (
+            data[: number.start()]
+            + draw(st.sampled_from(EVIL_TEXTS))
+            + data[number.end() :]
+        )
     if kind == "zeros":
         return data[:at] + bytes(len(data[at:]))
     if kind == "other":

@@ -60,14 +60,21 @@ async def test_data_is_a_view_that_nobody_can_write_to(dataset):
 @pytest.mark.counts
 def test_samples_are_in_order_of_their_keys_and_each_is_one_request(server, dataset):
     assert tuple(dataset.keys) == KEYS
-    assert [bytes(dataset[i].data) for i in range(4)] == [key.encode() for key in KEYS[:4]]
+    assert [bytes(dataset[i].data) for i in range(4)] == [
+        key.encode() for key in KEYS[:4]
+    ]
     assert bytes(dataset[4].data) == b"", "an empty object needs no request"
     assert server.requests() == {"GET": 4, "HEAD": 0, "LIST": 1, "PUT": 0, "DELETE": 0}
 
 
-def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_is_refused(server):
+def test_each_kind_of_checksum_tells_its_own_bytes_from_others_and_another_form_is_refused(
+    server,
+):
     store = server.store("train", retry=1)
-    digests = {name: hashlib.new(name, b"a.jpg").hexdigest() for name in ("sha256", "sha1", "md5")}
+    digests = {
+        name: hashlib.new(name, b"a.jpg").hexdigest()
+        for name in ("sha256", "sha1", "md5")
+    }
     for name, digest in {**digests, "crc32": f"{zlib.crc32(b'a.jpg'):08x}"}.items():
         checksums = [f"{name}:{digest}"] * 2
         checked = ObjectDataset(store, keys=["a.jpg", "b.jpg"], checksums=checksums)
@@ -109,7 +116,9 @@ def test_labels_that_do_not_fit_are_refused(server):
 
 
 @pytest.mark.counts
-def test_a_pickled_dataset_takes_keys_and_sizes_along_and_lists_nothing_again(server, dataset):
+def test_a_pickled_dataset_takes_keys_and_sizes_along_and_lists_nothing_again(
+    server, dataset
+):
     dataset[0]
     copy = pickle.loads(pickle.dumps(dataset))
     assert bytes(copy[1].data) == b"b.jpg"
@@ -160,7 +169,10 @@ assert bytes(dataset[0].data) == b"1"
 """
     done = forks.run_source(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("obstore, which reads object stores, was first used in process") == 4
+    assert (
+        done.stdout.count("obstore, which reads object stores, was first used in process")
+        == 4
+    )
 
 
 def test_ctrl_c_interrupts_the_listing(forks, silent):
@@ -182,7 +194,9 @@ except KeyboardInterrupt: print("interrupted")
 
 def test_a_key_that_went_is_named_with_its_index_and_url(server, dataset):
     server.delete("train/b.jpg")
-    with pytest.raises(ObjectNotFoundError, match=r"'b.jpg' \(index 1\).*\(s3://bucket/train\)"):
+    with pytest.raises(
+        ObjectNotFoundError, match=r"'b.jpg' \(index 1\).*\(s3://bucket/train\)"
+    ):
         dataset[1]
 
 
@@ -200,7 +214,9 @@ def test_an_object_that_shrank_is_an_error_and_not_a_short_sample(server, datase
     server.put("train/a.jpg", b"a")
     blind = ObjectDataset(server.store("train", if_match=False))
     server.put("train/a.jpg", b"aaa")
-    with pytest.raises(ObjectChangedError, match=r"'a.jpg' \(index 0\): overwritten since"):
+    with pytest.raises(
+        ObjectChangedError, match=r"'a.jpg' \(index 0\): overwritten since"
+    ):
         dataset[0]
     # A store clips a range at the object's end, so one that grew is seen only by its tag.
     server.put("train/a.jpg", b"")
@@ -226,7 +242,8 @@ def test_an_empty_listing_names_what_was_looked_for(server):
     with pytest.raises(EmptyListingError, match=r"s3://bucket/nowhere"):
         opened(server, "nowhere")
     with pytest.raises(
-        EmptyListingError, match=r"no object whose key ends in .*'\.webp'.*s3://bucket/train"
+        EmptyListingError,
+        match=r"no object whose key ends in .*'\.webp'.*s3://bucket/train",
     ):
         opened(server, suffix=".webp")
 
@@ -240,7 +257,9 @@ def test_no_error_of_arguments_shows_a_secret():
     for attempt in (
         lambda: ObjectDataset("ftp://me:passpass@host/d?sig=sigsig"),
         lambda: ObjectDataset(
-            Store("s3://b", options={"secret_access_key": "hushhush", "no_such": "option"})
+            Store(
+                "s3://b", options={"secret_access_key": "hushhush", "no_such": "option"}
+            )
         ),
     ):
         with pytest.raises(ValueError) as caught:
@@ -250,8 +269,12 @@ def test_no_error_of_arguments_shows_a_secret():
         assert error.__context__ is None
         # Without the source lines, which quote this test: what a log would hold of another
         # program's run.
-        shown = "".join(traceback.TracebackException.from_exception(error).format_exception_only())
-        assert not any(word in shown for word in ("passpass", "sigsig", "hushhush")), shown
+        shown = "".join(
+            traceback.TracebackException.from_exception(error).format_exception_only()
+        )
+        assert not any(word in shown for word in ("passpass", "sigsig", "hushhush")), (
+            shown
+        )
 
 
 def test_arguments_that_make_no_sense_are_refused_before_any_request():

@@ -71,7 +71,10 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
         ({"samples": 3}, "samples, and 3 in its index"),
         ({"compression": "lz4"}, "compression 'lz4'"),
         ({"zip_data": {"basename": "../x", "bytes": 9}}, "'../x' is not in the folder"),
-        ({"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": []}}, r"\(compressed: \[\]\)"),
+        (
+            {"zip_data": {"basename": "shard.00000.mds.zstd", "bytes": []}},
+            r"\(compressed: \[\]\)",
+        ),
         (
             {"raw_data": {"basename": "x", "bytes": 4000, "hashes": {}}},
             "not zstd of 4,000 bytes|and 4,000 in its index",
@@ -85,7 +88,10 @@ def test_corrupt_shard_is_requested_twice_however_many_samples_it_has(server):
             {"column_encodings": ["ndarray:int7", *ENCODINGS[1:]]},
             "encoding 'ndarray:int7' is of an unknown type; uint8",
         ),
-        ({"column_encodings": ["tensor", *ENCODINGS[1:]]}, "encoding 'tensor' is unknown"),
+        (
+            {"column_encodings": ["tensor", *ENCODINGS[1:]]},
+            "encoding 'tensor' is unknown",
+        ),
         ({"column_encodings": ["pkl", *ENCODINGS[1:]]}, "pickled"),
     ],
 )
@@ -93,7 +99,9 @@ def test_index_that_lies_is_refused(change, message):
     index = json.loads(MDS["index.json"])
     with pytest.raises(ShardError, match="twice"):
         hr.MDSDataset(
-            in_memory(MDS | {"index.json": json.dumps({"shards": 2 * index["shards"]}).encode()})
+            in_memory(
+                MDS | {"index.json": json.dumps({"shards": 2 * index["shards"]}).encode()}
+            )
         )
     index["shards"][0] |= change
     with pytest.raises(ShardError, match=message):
@@ -103,7 +111,10 @@ def test_index_that_lies_is_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data_format": ["pickle"], "item_loader": "PyTreeLoader"}, "leaf 'pickle' is pickled"),
+        (
+            {"data_format": ["pickle"], "item_loader": "PyTreeLoader"},
+            "leaf 'pickle' is pickled",
+        ),
         (
             {"data_format": ["opus"], "item_loader": "PyTreeLoader"},
             "leaf 'opus' is unknown; str, text, int",
@@ -114,14 +125,22 @@ def test_index_that_lies_is_refused(change, message):
         ),
         (
             {
-                "data_spec": json.dumps([1, {"type": "OrderedDict", "children_spec": []}]),
+                "data_spec": json.dumps(
+                    [1, {"type": "OrderedDict", "children_spec": []}]
+                ),
                 "item_loader": "PyTreeLoader",
             },
             "samples with 'OrderedDict' are not read; dict, list and tuple are",
         ),
-        ({"data_format": ["no_header_numpy:5", "int"]}, "leaf 'int' has no place|too many values"),
+        (
+            {"data_format": ["no_header_numpy:5", "int"]},
+            "leaf 'int' has no place|too many values",
+        ),
         ({"encryption": {"algorithm": "fernet"}}, "encrypted or not, are not read"),
-        ({"compression": "zstd", "compression_level": "sample"}, "compression_level='sample'"),
+        (
+            {"compression": "zstd", "compression_level": "sample"},
+            "compression_level='sample'",
+        ),
         ({"item_loader": "PyTreeLoader"}, "bytes in place of|corrupt"),
     ],
 )
@@ -146,7 +165,9 @@ def test_chunks_that_cannot_be_read_are_refused(change, message):
         (1 << 30, "no chunk of compressed frames: .*are the most"),
     ],
 )
-def test_frames_that_unpack_to_another_size_than_their_offsets_say_are_refused(size, message):
+def test_frames_that_unpack_to_another_size_than_their_offsets_say_are_refused(
+    size, message
+):
     files = files_in("litdata/frames")
     chunk = bytearray(files["chunk-0-0.bin"])
     struct.pack_into("<I", chunk, 24 + 4 * 6 + 20, size)  # of the first frame
@@ -190,7 +211,9 @@ def test_compressed_chunks_are_those_that_are_not():
     index = json.loads(raw["index.json"])
     index["config"] |= {"compression": "zstd"}
     packed = {
-        key: bytes(cramjam.zstd.compress(data)) for key, data in raw.items() if key != "index.json"
+        key: bytes(cramjam.zstd.compress(data))
+        for key, data in raw.items()
+        if key != "index.json"
     }
     dataset = hr.LitDataset(
         in_memory(packed | {"index.json": json.dumps(index).encode()}), seq_len=20

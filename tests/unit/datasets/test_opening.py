@@ -30,7 +30,10 @@ DATASETS = {
         table(pa.feather.write_feather),
         lambda *args, **more: hr.ArrowDataset(*args, format="arrow", **more),
     ),
-    "tokens.npy": (numbers, lambda *args, **more: hr.TokenDataset(*args, seq_len=10, **more)),
+    "tokens.npy": (
+        numbers,
+        lambda *args, **more: hr.TokenDataset(*args, seq_len=10, **more),
+    ),
     ".mp4": (
         lambda path, begin: path.write_bytes(video_file(20 + begin, audio=0)),
         lambda *args, **more: hr.VideoDataset(*args, frames=10, **more),
@@ -53,7 +56,9 @@ def test_broken_files_are_left_out_and_counted_once(tmp_path, ending):
     paths[2].write_bytes(b"<html>")
     with pytest.raises(ShardError, match=rf"1{ending}|2{ending}"):
         dataset(tmp_path)
-    with pytest.warns(UserWarning, match=rf"2 of 4 files cannot be opened.*1{ending}") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"2 of 4 files cannot be opened.*1{ending}"
+    ) as caught:
         assert samples(dataset(tmp_path, on_error="skip")) == expected
     (warning,) = caught
     assert warning.filename == __file__

@@ -18,11 +18,17 @@ ROWS, GROUP = 100, 30  # rows of a file, and of a row group: four groups, the la
 def numbers(first, count=ROWS):
     ids = range(first, first + count)
     return pa.table(
-        {"id": ids, "text": [f"row {i}" for i in ids], "square": [float(i) ** 2 for i in ids]}
+        {
+            "id": ids,
+            "text": [f"row {i}" for i in ids],
+            "square": [float(i) ** 2 for i in ids],
+        }
     )
 
 
-OBJECTS = {f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) for n in range(3)}
+OBJECTS = {
+    f"a/{n}.parquet": written(numbers(n * ROWS), row_group_size=GROUP) for n in range(3)
+}
 
 
 def opened(server, shards="a", **options):
@@ -66,7 +72,9 @@ def test_large_footer_takes_a_second_read(server):
 def test_only_requested_columns_are_read(serve):
     # far more than 64 KiB to a column, so that the one in the middle is not read along
     count = 20_000
-    table = pa.table({name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"})
+    table = pa.table(
+        {name: [f"{name} {i * 7919 % count}" for i in range(count)] for name in "abc"}
+    )
     data = written(table, use_dictionary=False, compression="none")
     server = serve({"a.parquet": data})
     dataset = opened(server, "a.parquet", columns=["a", "c"], format="arrow")
@@ -82,7 +90,9 @@ def test_only_requested_columns_are_read(serve):
 
 def test_large_column_chunk_is_read_by_several_requests(serve):
     table = pa.table({"blob": [i.to_bytes(4, "little") * 250_000 for i in range(20)]})
-    server = serve({"a.parquet": written(table, use_dictionary=False, compression="none")})
+    server = serve(
+        {"a.parquet": written(table, use_dictionary=False, compression="none")}
+    )
     dataset = opened(server, "a.parquet", format="arrow")
     server.misbehave()
     assert whole(dataset).equals(table)
@@ -110,9 +120,14 @@ def test_invalid_arguments_are_errors(server):
     for name, value in {**wrong, "columns": ["id", "id"]}.items():
         with pytest.raises(ValueError, match=name):
             opened(server, **{name: value})
-    with pytest.raises(ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"):
+    with pytest.raises(
+        ValueError, match=r"no column 'idd'; it has 'id', 'text', 'square'"
+    ):
         opened(server, columns=["id", "idd"])
-    for data, says in ((b"", "truncated"), (OBJECTS["a/0.parquet"][:-4] + b"PARE", "b'PARE'")):
+    for data, says in (
+        (b"", "truncated"),
+        (OBJECTS["a/0.parquet"][:-4] + b"PARE", "b'PARE'"),
+    ):
         server.put("a/1.parquet", data)
         with pytest.raises(ShardError, match=rf"{says}.*a/1\.parquet"):
             opened(server)
@@ -121,10 +136,13 @@ def test_invalid_arguments_are_errors(server):
 def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
     arrays = [pa.array([1]), pa.array([10]), pa.array([100])]
     pq.write_table(
-        pa.Table.from_arrays(arrays, names=["id", "value", "value"]), tmp_path / "j.parquet"
+        pa.Table.from_arrays(arrays, names=["id", "value", "value"]),
+        tmp_path / "j.parquet",
     )
     for columns in (None, ["value"]):
-        with pytest.raises(ValueError, match=r"several columns called 'value'.*format='arrow'"):
+        with pytest.raises(
+            ValueError, match=r"several columns called 'value'.*format='arrow'"
+        ):
             hr.ParquetDataset(tmp_path, columns=columns)
     assert list(hr.ParquetDataset(tmp_path, columns=["id"])) == [{"id": 1}]
     table = hr.ParquetDataset(tmp_path, format="arrow")[0]
@@ -132,10 +150,18 @@ def test_columns_of_one_name_are_an_error_and_never_one_of_them(tmp_path):
 
 
 def test_column_whose_name_begins_as_another_is_not_that_column(tmp_path):
-    columns = {"foo.ints": [1], "user": [2], "user.id": [3], "s": [{"a": 4, "b": 5}], "s.c": [6]}
+    columns = {
+        "foo.ints": [1],
+        "user": [2],
+        "user.id": [3],
+        "s": [{"a": 4, "b": 5}],
+        "s.c": [6],
+    }
     pq.write_table(pa.table(columns), tmp_path / "0.parquet")
     for name in ("foo", "user.name", "s.d", "foo.ints.x"):
-        with pytest.raises(ValueError, match=f"has no column '{name}'; it has 'foo.ints'"):
+        with pytest.raises(
+            ValueError, match=f"has no column '{name}'; it has 'foo.ints'"
+        ):
             hr.ParquetDataset(tmp_path, columns=[name])
     rows = {
         "user": {"user": 2},
@@ -164,7 +190,9 @@ def test_row_group_is_requested_once_in_an_epoch(server, shuffle):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"placement": "process"}, {"shuffle": True}], ids=str
+    "options",
+    [{}, {"num_workers": 1}, {"placement": "process"}, {"shuffle": True}],
+    ids=str,
 )
 def test_batch_of_tables_is_one_table(server, options):
     dataset = opened(server, format="arrow")
@@ -211,10 +239,15 @@ def test_changed_file_is_an_error_of_its_rows_alone(server, format):
 def test_unconvertible_value_is_an_error_of_its_row(server):
     values = pa.array([0] * 12 + [10**18] + [0] * 12, pa.timestamp("us"))
     server.put(
-        "bad.parquet", written(pa.table({"id": range(25), "value": values}), row_group_size=15)
+        "bad.parquet",
+        written(pa.table({"id": range(25), "value": values}), row_group_size=15),
     )
-    with hr.DataLoader(opened(server, "bad.parquet"), 5, collate_fn=ids, on_error="skip") as loader:
-        assert [*itertools.chain.from_iterable(loader)] == [n for n in range(25) if n != 12]
+    with hr.DataLoader(
+        opened(server, "bad.parquet"), 5, collate_fn=ids, on_error="skip"
+    ) as loader:
+        assert [*itertools.chain.from_iterable(loader)] == [
+            n for n in range(25) if n != 12
+        ]
         (record,) = loader.stats().skipped
     assert "read it with format='arrow': OverflowError" in record.message
     assert len(whole(opened(server, "bad.parquet", format="arrow"))) == 25

@@ -56,7 +56,9 @@ def by_x(rows):
 def test_rows_and_tables_are_those_of_pyarrow(folder, filters, columns):
     expected = by_x(pq.read_table(folder, filters=filters, columns=columns).to_pylist())
     options = {"filters": filters, "columns": columns}
-    assert by_x(pickle.loads(pickle.dumps(hr.ParquetDataset(folder, **options)))) == expected
+    assert (
+        by_x(pickle.loads(pickle.dumps(hr.ParquetDataset(folder, **options)))) == expected
+    )
     dataset = hr.ParquetDataset(folder, format="arrow", **options)
     assert len(dataset) == len(expected)
     assert by_x(whole(dataset).to_pylist() if expected else []) == expected
@@ -64,15 +66,23 @@ def test_rows_and_tables_are_those_of_pyarrow(folder, filters, columns):
 
 def test_rows_stay_in_order_in_large_row_groups(tmp_path):
     pq.write_table(pa.table({"x": range(300_000)}), tmp_path / "0.parquet")
-    table = whole(hr.ParquetDataset(tmp_path, filters=pc.bit_wise_and(X, 3) == 0, format="arrow"))
+    table = whole(
+        hr.ParquetDataset(tmp_path, filters=pc.bit_wise_and(X, 3) == 0, format="arrow")
+    )
     assert table["x"].to_pylist() == list(range(0, 300_000, 4))
 
 
-def test_row_groups_and_columns_that_the_filter_does_not_need_are_not_read(tmp_path, serve):
+def test_row_groups_and_columns_that_the_filter_does_not_need_are_not_read(
+    tmp_path, serve
+):
     count = 60_000  # columns of more than 64 KiB in each row group
-    columns = {name: np.random.default_rng(0).integers(1 << 62, size=count) for name in "abc"}
+    columns = {
+        name: np.random.default_rng(0).integers(1 << 62, size=count) for name in "abc"
+    }
     pq.write_table(
-        pa.table({"x": range(count), **columns}), tmp_path / "0.parquet", row_group_size=count // 3
+        pa.table({"x": range(count), **columns}),
+        tmp_path / "0.parquet",
+        row_group_size=count // 3,
     )
     server = serve({"0.parquet": (tmp_path / "0.parquet").read_bytes()})
     dataset = hr.ParquetDataset(
@@ -87,7 +97,12 @@ def test_row_groups_and_columns_that_the_filter_does_not_need_are_not_read(tmp_p
 
 def test_one_condition_is_a_list_of_one(folder):
     expected = list(hr.ParquetDataset(folder, filters=[("x", ">", 30)]))
-    for filters in (("x", ">", 30), ["x", ">", 30], [[("x", ">", 30)]], (("x", ">", 30),)):
+    for filters in (
+        ("x", ">", 30),
+        ["x", ">", 30],
+        [[("x", ">", 30)]],
+        (("x", ">", 30),),
+    ):
         assert list(hr.ParquetDataset(folder, filters=filters)) == expected != []
 
 
@@ -105,10 +120,14 @@ def test_filters_that_do_not_fit_are_errors(folder, tmp_path):
     ]:
         with pytest.raises(ValueError, match=says):
             hr.ParquetDataset(folder, filters=filters)
-    pq.write_table(pa.table({"x": pa.array([1, 2**63], pa.uint64())}), tmp_path / "0.parquet")
+    pq.write_table(
+        pa.table({"x": pa.array([1, 2**63], pa.uint64())}), tmp_path / "0.parquet"
+    )
     with pytest.raises(ValueError, match="Integer value 9223372036854775808"):
         hr.ParquetDataset(tmp_path, filters=X > 2)
-    part = hr.ParquetDataset(folder, columns=["pair.a"], filters=pc.field("pair", "b") == "1")
+    part = hr.ParquetDataset(
+        folder, columns=["pair.a"], filters=pc.field("pair", "b") == "1"
+    )
     assert sorted(row["pair"]["a"] for row in part) == [*range(1, 60, 2)]
 
 
@@ -139,7 +158,9 @@ def test_files_of_different_types_give_equal_rows_and_tables_of_one_schema(
         for number, kind in enumerate(order):
             columns = {"x": pa.array([value], kind), "n": [number]}
             names = sorted(columns, reverse=bool(number))  # another order of columns
-            pq.write_table(pa.table(columns).select(names), tmp_path / f"{number}.parquet")
+            pq.write_table(
+                pa.table(columns).select(names), tmp_path / f"{number}.parquet"
+            )
         rows = [{"x": value, "n": number} for number in range(2)]
         assert list(hr.ParquetDataset(tmp_path)) == rows
         tables = hr.ParquetDataset(tmp_path, format="arrow").__getitems__([0, 1])
@@ -150,7 +171,9 @@ def test_files_of_different_types_give_equal_rows_and_tables_of_one_schema(
 
 def test_types_that_no_type_holds_are_an_error_that_names_both_files(tmp_path):
     for number, value in enumerate([1, "a"]):
-        pq.write_table(pa.table({"x": [value], "n": [number]}), tmp_path / f"{number}.parquet")
+        pq.write_table(
+            pa.table({"x": [value], "n": [number]}), tmp_path / f"{number}.parquet"
+        )
     assert [row["x"] for row in hr.ParquetDataset(tmp_path)] == [1, "a"]
     with pytest.raises(
         ShardError, match=r"x string.*x int64.*0\.parquet.*or read rows.*1\.parquet"
@@ -161,9 +184,13 @@ def test_types_that_no_type_holds_are_an_error_that_names_both_files(tmp_path):
 
 
 def test_value_that_the_common_type_cannot_hold_is_an_error(tmp_path):
-    pq.write_table(pa.table({"x": [2**63]}, pa.schema({"x": pa.uint64()})), tmp_path / "0.parquet")
+    pq.write_table(
+        pa.table({"x": [2**63]}, pa.schema({"x": pa.uint64()})), tmp_path / "0.parquet"
+    )
     pq.write_table(pa.table({"x": [1]}), tmp_path / "1.parquet")
-    with pytest.raises(ShardError, match=r"cannot decode: Integer value .*0\.parquet.*row group 0"):
+    with pytest.raises(
+        ShardError, match=r"cannot decode: Integer value .*0\.parquet.*row group 0"
+    ):
         hr.ParquetDataset(tmp_path, format="arrow")[0]
 
 
@@ -174,5 +201,6 @@ def test_partition_without_a_value_has_the_type_of_the_others(tmp_path):
     tables = list(hr.ParquetDataset(tmp_path, format="arrow"))
     assert {str(table.schema.field("year").type) for table in tables} == {"int64"}
     assert [
-        row["x"] for row in hr.ParquetDataset(tmp_path, filters=pc.field("year").is_null())
+        row["x"]
+        for row in hr.ParquetDataset(tmp_path, filters=pc.field("year").is_null())
     ] == [2]

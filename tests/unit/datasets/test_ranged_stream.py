@@ -8,7 +8,10 @@ from headrace.errors import ShardError, StoreError
 from object_server import Fault
 from tests.unit.shards.resuming import samples_and_errors
 
-OBJECTS = {f"{n}.bin": np.arange(n * 1000, (n + 1) * 1000, dtype="<u2").tobytes() for n in range(3)}
+OBJECTS = {
+    f"{n}.bin": np.arange(n * 1000, (n + 1) * 1000, dtype="<u2").tobytes()
+    for n in range(3)
+}
 
 
 def opened(server, kind=hr.TokenDataset):
@@ -42,7 +45,8 @@ def test_corrupt_sample_ends_no_shard(server):
     found = outcomes(opened(server, Checked).stream())
     errors = [str(one) for one in found if isinstance(one, Exception)]
     assert errors == [
-        f"a wrong checksum (shard {place})" for place in ("0.bin[140:160]", "1.bin[400:420]")
+        f"a wrong checksum (shard {place})"
+        for place in ("0.bin[140:160]", "1.bin[400:420]")
     ]
     assert [one for one in found if isinstance(one, int)] == [
         n for n in range(0, 3000, 10) if n not in (70, 1200)

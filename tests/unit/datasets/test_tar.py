@@ -18,7 +18,9 @@ def keys(stream):
 def numbered(count, size):
     """So many shards of so many samples, by name."""
     return {
-        f"{number:04}.tar": tars.shard(f"{number:02}-{sample:03}" for sample in range(size))
+        f"{number:04}.tar": tars.shard(
+            f"{number:02}-{sample:03}" for sample in range(size)
+        )
         for number in range(count)
     }
 
@@ -55,7 +57,9 @@ def test_members_with_the_same_key_are_one_sample(tmp_path):
 def test_compressed_shards_give_the_same_samples_as_plain_ones(suffix):
     packed = tars.PACKERS[suffix](tars.shard(range(500)))
     samples = hr.TarDataset(in_memory({f"0.{suffix}": packed}), chunk_bytes=1000)
-    assert [sample["txt"] for sample in samples] == [b"text of %d" % i for i in range(500)]
+    assert [sample["txt"] for sample in samples] == [
+        b"text of %d" % i for i in range(500)
+    ]
 
 
 # Which shards
@@ -76,7 +80,8 @@ def test_no_shard_is_an_error(tmp_path, serve, make):
     (tmp_path / "other" / "notes.md").touch()
     for name in ("nothing", "other", "other/"):
         with pytest.raises(
-            EmptyListingError, match=r"^no such file, and no file in such a directory that ends in"
+            EmptyListingError,
+            match=r"^no such file, and no file in such a directory ends in",
         ):
             make(f"{tmp_path}/{name}")
     with pytest.raises(EmptyListingError, match=r"x\*"):
@@ -97,7 +102,9 @@ def test_named_file_may_have_any_ending_and_is_named_once(tmp_path, serve):
         assert len(hr.TarDataset.index("samples.archive", store=store)) == 2
     assert list(hr.LinesDataset(tmp_path / "app.log")) == ["one", "two"]
     with pytest.raises(ValueError, match="given twice"):
-        hr.TarDataset([tmp_path / "samples.archive", tmp_path / "{samples,samples}.archive"])
+        hr.TarDataset(
+            [tmp_path / "samples.archive", tmp_path / "{samples,samples}.archive"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,10 @@ def test_key_that_appears_again_is_an_error():
 def test_memory_is_bounded_by_read_ahead(serve):
     """Of shards of 8 MB, a reader that stops after one sample has asked for no more than its share."""
     blob = bytes(100_000)
-    objects = {f"{i}.tar": tars.shard(map(str, range(80)), bin=lambda key: blob) for i in range(4)}
+    objects = {
+        f"{i}.tar": tars.shard(map(str, range(80)), bin=lambda key: blob)
+        for i in range(4)
+    }
     server = serve(objects)
     options = {"shards_in_parallel": 2, "requests_per_shard": 2, "chunk_bytes": 200_000}
     dataset = hr.TarDataset(f"{server.http_url}/{{0..3}}.tar", **options)
@@ -229,4 +239,6 @@ def test_an_error_names_the_sample_and_its_shard(folder, num_workers):
 def test_shuffling_a_stream_by_the_loader_is_refused_with_the_remedy(folder):
     with pytest.raises(ValueError, match="but got shuffle=True") as refused:
         hr.DataLoader(hr.TarDataset(folder / "0000.tar"), shuffle=True)
-    assert "shuffle the stream, by its .shuffle(buffer_size)" in refused.value.__notes__[0]
+    assert (
+        "shuffle the stream, by its .shuffle(buffer_size)" in refused.value.__notes__[0]
+    )

@@ -8,7 +8,11 @@ import pytest
 import headrace as hr
 from headrace.errors import ShardError, TruncatedShardError
 from tests.unit.datasets.formats import FORMATS
-from tests.unit.shards.resuming import in_memory, resumes_at_every_position, samples_and_errors
+from tests.unit.shards.resuming import (
+    in_memory,
+    resumes_at_every_position,
+    samples_and_errors,
+)
 
 FILES = FORMATS["tfrecord"].files
 
@@ -21,7 +25,8 @@ def masked(data):
 def framed(*records):
     sizes = [struct.pack("<Q", len(record)) for record in records]
     return b"".join(
-        size + masked(size) + data + masked(data) for size, data in zip(sizes, records, strict=True)
+        size + masked(size) + data + masked(data)
+        for size, data in zip(sizes, records, strict=True)
     )
 
 
@@ -32,7 +37,12 @@ def read(data, name="x.tfrecord", **options):
 
 def test_a_stream_continues_at_every_position():
     store = in_memory(FILES)
-    options = {"chunk_bytes": 500, "shuffle": True, "buffer_size": 4, "shards_in_parallel": 2}
+    options = {
+        "chunk_bytes": 500,
+        "shuffle": True,
+        "buffer_size": 4,
+        "shards_in_parallel": 2,
+    }
     found = resumes_at_every_position(lambda: hr.TFRecordDataset(store, **options))
     assert sorted(found) == sorted(FORMATS["tfrecord"].samples)
 
@@ -58,8 +68,18 @@ def test_a_damaged_record_is_an_error_and_the_next_follow():
 @pytest.mark.parametrize(
     ("data", "name", "error", "what"),
     [
-        (framed(b"first")[:-1], "x.tfrecord", TruncatedShardError, "truncated in record 1"),
-        (FILES["d.tfrecord.zlib"], "x.tfrecord", ShardError, "length is damaged .* compressed"),
+        (
+            framed(b"first")[:-1],
+            "x.tfrecord",
+            TruncatedShardError,
+            "truncated in record 1",
+        ),
+        (
+            FILES["d.tfrecord.zlib"],
+            "x.tfrecord",
+            ShardError,
+            "length is damaged .* compressed",
+        ),
         (FILES["c.tfrecord.gz"], "x.tfrecord", ShardError, "gzip by its first bytes"),
         (
             struct.pack("<Q", 1 << 40) + masked(struct.pack("<Q", 1 << 40)),

@@ -48,7 +48,10 @@ def test_dtype_is_that_of_raw_shards_whose_ending_names_none(tmp_path):
 
 
 def llmc(magic, tokens, version=1):
-    return np.array([magic, version, len(tokens), *[0] * 253], "<i4").tobytes() + tokens.tobytes()
+    return (
+        np.array([magic, version, len(tokens), *[0] * 253], "<i4").tobytes()
+        + tokens.tobytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,11 +68,15 @@ def llmc(magic, tokens, version=1):
         ("a.bin", "int32", np.arange(700, dtype="<i4").tobytes()),
     ],
 )
-def test_first_bytes_say_the_layout_before_the_name_and_dtype(tmp_path, name, dtype, content):
+def test_first_bytes_say_the_layout_before_the_name_and_dtype(
+    tmp_path, name, dtype, content
+):
     (tmp_path / name).write_bytes(content)
     dataset = hr.TokenDataset(tmp_path, seq_len=100, dtype=dtype)
     wanted = np.arange(700) % (256 if dtype == "uint8" else 700)
-    assert torch.cat([dataset[i] for i in range(len(dataset))]).tolist() == wanted.tolist()
+    assert (
+        torch.cat([dataset[i] for i in range(len(dataset))]).tolist() == wanted.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,11 +178,15 @@ async def test_window_does_not_keep_the_joined_read_alive(server):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_files_of_the_original_writers_are_read_by_window_and_documents_have_lengths(name):
+def test_files_of_the_original_writers_are_read_by_window_and_documents_have_lengths(
+    name,
+):
     tokens = [*chain(*DOCUMENTS[name])]
     windows = hr.TokenDataset(FIXTURES / name, seq_len=11, stride=3)
     assert windows.lengths.tolist() == [11] * 30
-    assert [window.tolist() for window in windows] == [tokens[i : i + 11] for i in range(0, 90, 3)]
+    assert [window.tolist() for window in windows] == [
+        tokens[i : i + 11] for i in range(0, 90, 3)
+    ]
     documents = hr.TokenDataset(FIXTURES / name, seq_len=None)
     assert documents.lengths.tolist() == [*map(len, DOCUMENTS[name])]
     assert repr(documents) == "TokenDataset(1 shards, 7 samples)"
@@ -193,7 +204,9 @@ def test_windows_read_only_the_ends_of_an_index(serve):
 
 def patch(at, format, *values):
     return lambda data: (
-        data[:at] + struct.pack(f"<{format}", *values) + data[at + struct.calcsize(f"<{format}") :]
+        data[:at]
+        + struct.pack(f"<{format}", *values)
+        + data[at + struct.calcsize(f"<{format}") :]
     )
 
 
@@ -202,7 +215,11 @@ CONTRADICTIONS = {  # by shard and file: changes of the file, and what the error
         (lambda data: data[:-4], 1, "396 bytes, but 100 tokens of int32 by .*int32.idx"),
     ],
     ("int32.bin", "int32.idx"): [
-        (lambda data: data[:-1], 1, "181 bytes are not those of 7 sequences and 8 bounds"),
+        (
+            lambda data: data[:-1],
+            1,
+            "181 bytes are not those of 7 sequences and 8 bounds",
+        ),
         (patch(17, "B", 7), 1, "type 7"),
         (patch(18, "Q", 2**63), None, "bytes are not those of 9223372036854775808"),
         (patch(34, "i", 8), None, "sequence 1 does not begin where .*offset 70"),
@@ -225,7 +242,9 @@ CONTRADICTIONS = {  # by shard and file: changes of the file, and what the error
     ("shard", "file", "change", "seq_len", "what"),
     [(*names, *row) for names, rows in CONTRADICTIONS.items() for row in rows],
 )
-def test_index_that_contradicts_its_shard_is_refused(tmp_path, shard, file, change, seq_len, what):
+def test_index_that_contradicts_its_shard_is_refused(
+    tmp_path, shard, file, change, seq_len, what
+):
     shutil.copytree(FIXTURES, tmp_path, dirs_exist_ok=True)
     data = (tmp_path / file).read_bytes()
     (tmp_path / file).unlink()
@@ -247,7 +266,9 @@ def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_p
     assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
     (tmp_path / "int32.idx").write_bytes(b"of another program")
     assert len(hr.TokenDataset(tmp_path / "int32.bin", seq_len=1, dtype="int32")) == 100
-    with pytest.raises(ShardError, match=r"not an index of Megatron.*raw tokens need dtype="):
+    with pytest.raises(
+        ShardError, match=r"not an index of Megatron.*raw tokens need dtype="
+    ):
         hr.TokenDataset(tmp_path / "int32.bin", seq_len=1)
     (tmp_path / "4.ds.index").unlink()
     assert len(hr.TokenDataset(tmp_path / "4.ds", seq_len=1, dtype="uint32")) == 100
@@ -257,7 +278,8 @@ def test_dtype_has_to_agree_with_an_index_and_does_without_an_unusable_one(tmp_p
 def test_raw_tokens_that_are_read_as_fewer_bits_warn(tmp_path, written, read):
     np.arange(70_000, 70_100, dtype=f"<u{written // 8}").tofile(tmp_path / "a.npy")
     with pytest.warns(
-        UserWarning, match=rf"look like tokens of more bits, but are read as {read}: .*a\.npy"
+        UserWarning,
+        match=rf"look like tokens of more bits, but are read as {read}: .*a\.npy",
     ):
         hr.TokenDataset(tmp_path / "a.npy", seq_len=1, dtype=f"uint{read}")
 

@@ -35,10 +35,14 @@ def with_edit(data, begin=None, length=None):
 PLAIN = video_file(60)
 MAKE = {
     "h264": lambda: PLAIN,
-    "h264, index at the end, two tracks of audio": lambda: video_file(60, movflags="", audio=2),
+    "h264, index at the end, two tracks of audio": lambda: video_file(
+        60, movflags="", audio=2
+    ),
     "h264, open groups": lambda: video_file(60, options=OPEN),
     "h264, variable rate, begins late": lambda: video_file(60, times=PAUSES),
-    "h264, short open groups, variable rate": lambda: video_file(60, times=PAUSES, options=SHORT),
+    "h264, short open groups, variable rate": lambda: video_file(
+        60, times=PAUSES, options=SHORT
+    ),
     "h264, negative delays": lambda: video_file(60, movflags="negative_cts_offsets"),
     "h264, mov, turned": lambda: video_file(60, container="mov", rotation=90),
     "no edit list": lambda: with_edit(PLAIN),
@@ -63,7 +67,8 @@ def decoded(data):
     with av.open(io.BytesIO(data)) as container:
         container.streams.video[0].codec_context.thread_count = 1
         return [
-            (frame.time, frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)
+            (frame.time, frame.to_ndarray(format="rgb24"))
+            for frame in container.decode(video=0)
         ]
 
 
@@ -90,12 +95,14 @@ def test_clips_have_the_frames_of_the_whole_file_at_their_times(name):
             assert same(decoded(clip.data), frames[stride * number :][:length])
             assert (clip.key, clip.start) == ("a.mp4", clip.times[0])
         assert torch.equal(
-            hr.decode.video(24)(clip), hr.decode.video(24)(file(name))[stride * number :][:length]
+            hr.decode.video(24)(clip),
+            hr.decode.video(24)(file(name))[stride * number :][:length],
         )
 
 
 @pytest.mark.parametrize(
-    "name", ["h264", "h264, variable rate, begins late", "edit begins and ends within groups"]
+    "name",
+    ["h264", "h264, variable rate, begins late", "edit begins and ends within groups"],
 )
 def test_clips_by_time_have_the_frames_that_are_shown_in_it(name):
     frames = decoded(file(name))
@@ -135,7 +142,9 @@ def test_only_the_index_and_the_bytes_of_groups_are_read(serve, movflags, reques
 
 def pictures(data):
     """Frames of a file as PyAV decodes them, not turned: uint8 `(count, 3, height, width)`."""
-    return torch.from_numpy(np.stack([frame for _, frame in decoded(data)])).permute(0, 3, 1, 2)
+    return torch.from_numpy(np.stack([frame for _, frame in decoded(data)])).permute(
+        0, 3, 1, 2
+    )
 
 
 def test_decoder_gives_upright_frames_of_clips_and_of_whole_files():
@@ -149,7 +158,9 @@ def test_decoder_gives_upright_frames_of_clips_and_of_whole_files():
     # run.
     rotated = file("h264, mov, turned")
     turned = opened(rotated, frames=2)[3]
-    assert torch.equal(hr.decode.video()(turned), torch.rot90(pictures(rotated)[6:8], 1, (2, 3)))
+    assert torch.equal(
+        hr.decode.video()(turned), torch.rot90(pictures(rotated)[6:8], 1, (2, 3))
+    )
     assert hr.decode.video(size=(40, 20))(turned).shape == (2, 3, 40, 20)
     with pytest.raises(ValueError, match="frames must be positive"):
         hr.decode.video(frames=0)
@@ -160,7 +171,10 @@ def test_decoder_gives_upright_frames_of_clips_and_of_whole_files():
 def test_damaged_frames_are_an_error_of_the_decoder():
     clip = opened(PLAIN, frames=12)[1]
     middle = clip.data.index(b"mdat") + 1000
-    for damaged in (clip.data[:middle] + bytes(3000) + clip.data[middle + 3000 :], b"no video"):
+    for damaged in (
+        clip.data[:middle] + bytes(3000) + clip.data[middle + 3000 :],
+        b"no video",
+    ):
         with pytest.raises(ValueError):
             hr.decode.video()(clip._replace(data=damaged))
     with pytest.raises(ValueError, match="12 frames, where there should be 11"):
@@ -196,7 +210,10 @@ def with_numbers(kind, at, *numbers):
         (video_file(20, movflags="frag_keyframe+empty_moov"), "fragmented"),
         (PLAIN[: len(PLAIN) // 2], "its video ends at"),
         (video_file(20, movflags="")[:-9], "whole index"),
-        (patched(b"vide", b"soun"), r"no video that can be read.*no track of video, but \[b'soun"),
+        (
+            patched(b"vide", b"soun"),
+            r"no video that can be read.*no track of video, but \[b'soun",
+        ),
         (b"\x1aE\xdf\xa3" + bytes(500), r"begins as b'.*; remux"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (with_numbers(b"stsz", 8, 1, 1 << 24), "16777216 frames"),

@@ -29,17 +29,25 @@ LAYOUTS = {
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("zarr")
     for name, layout in LAYOUTS.items():
-        group = zarr.open_group(root / name, mode="w", zarr_format=layout.get("zarr_format", 3))
+        group = zarr.open_group(
+            root / name, mode="w", zarr_format=layout.get("zarr_format", 3)
+        )
         layout = {key: value for key, value in layout.items() if key != "zarr_format"}
-        group.create_array("images", shape=IMAGES.shape, dtype=">i4", **layout)[:] = IMAGES
-        group.create_array("labels", shape=(100,), chunks=(50,), dtype="u2")[:] = np.arange(100)
+        group.create_array("images", shape=IMAGES.shape, dtype=">i4", **layout)[:] = (
+            IMAGES
+        )
+        group.create_array("labels", shape=(100,), chunks=(50,), dtype="u2")[:] = (
+            np.arange(100)
+        )
         group.create_array("short", shape=(99,), chunks=(50,), dtype="f2")[:] = 1
     return root
 
 
 def objects(root):
     return {
-        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
     }
 
 
@@ -57,7 +65,9 @@ def opened(server, url, **options):
     ("layout", "requests"), [("v3", 26 + 2), ("sharded", 25 + 7 + 2), ("raw", 15)]
 )
 @pytest.mark.parametrize("blocks_at_once", [None, 4])
-def test_each_chunk_is_requested_once_for_neighbours(server, layout, requests, blocks_at_once):
+def test_each_chunk_is_requested_once_for_neighbours(
+    server, layout, requests, blocks_at_once
+):
     dataset = opened(server, layout, arrays=["images", "labels"])
     sampler = blocks_at_once and hr.BlockShuffleSampler(
         dataset, block_size=8, blocks_at_once=4, seed=0
@@ -93,7 +103,9 @@ def windows_of(maps, y, x):
 @pytest.mark.parametrize("layout", MAP_LAYOUTS)
 @pytest.mark.parametrize(("y", "x"), [(3, 2), (6, 4), (12, 10), (9, 6)])
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_samples_are_slices_along_the_axis_or_windows_of_these(tmp_path, layout, y, x, axis):
+def test_samples_are_slices_along_the_axis_or_windows_of_these(
+    tmp_path, layout, y, x, axis
+):
     options = {**MAP_LAYOUTS[layout], "shape": MAPS.shape, "dtype": MAPS.dtype}
     for name in ("chunks", "shards"):
         if name in options:
@@ -117,7 +129,9 @@ def test_samples_are_slices_along_the_axis_or_windows_of_these(tmp_path, layout,
 def test_each_chunk_of_windows_is_requested_once(tmp_path, serve, shuffle):
     group = zarr.open_group(tmp_path, mode="w")
     for name, chunks in {"wind": (5, 3, 2), "heat": (10, 6, 4)}.items():
-        group.create_array(name, shape=MAPS.shape, chunks=chunks, dtype="i4")[:] = MAPS + 1
+        group.create_array(name, shape=MAPS.shape, chunks=chunks, dtype="i4")[:] = (
+            MAPS + 1
+        )
     server = serve(objects(tmp_path))
     dataset = opened(server, "", arrays=["wind", "heat"], windows={1: 6, 2: 4})
     assert len(dataset) == 20 * 2 * 2
@@ -131,7 +145,9 @@ def test_each_chunk_of_windows_is_requested_once(tmp_path, serve, shuffle):
     found = torch.cat([batch["wind"] for batch in batches])
     assert same(found, torch.cat([batch["heat"] for batch in batches]))
     wanted = windows_of(MAPS, 6, 4) + 1
-    assert same(found[found[:, 0, 0].argsort()].numpy(), wanted[wanted[:, 0, 0].argsort()])
+    assert same(
+        found[found[:, 0, 0].argsort()].numpy(), wanted[wanted[:, 0, 0].argsort()]
+    )
     assert same(found.numpy(), wanted) is not shuffle
     # The rest of the last axis is not read.
     assert len(server.seen()) - before == 4 * 4 * 4 + 2 * 2 * 2
@@ -185,7 +201,9 @@ def test_kept_chunks_are_bounded(server):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, serve, layout):
+def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(
+    root, serve, layout
+):
     files = objects(root)
     lost = min(key for key in files if re.fullmatch(rf"{layout}/images/.*\d", key))
     del files[lost]  # of the first samples
@@ -199,14 +217,18 @@ def test_a_missing_chunk_is_an_error_unless_fill_values_are_asked_for(root, serv
         for _ in range(2):  # of one read
             with pytest.raises(ShardError) as error:
                 next(batches)
-            errors.append([note for note in error.value.__notes__ if "stage fetch" in note])
+            errors.append(
+                [note for note in error.value.__notes__ if "stage fetch" in note]
+            )
     assert [len(notes) for notes in errors] == [1, 1]
     assert (opened(server, f"{layout}/images", missing="fill")[0][:, :2] == 0).all()
 
 
 @pytest.mark.parametrize("location", ["start", "end"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_chunks_that_a_writer_left_out_of_a_shard_have_the_fill_value(tmp_path, location, axis):
+def test_chunks_that_a_writer_left_out_of_a_shard_have_the_fill_value(
+    tmp_path, location, axis
+):
     codec = zarr.codecs.ShardingCodec(chunk_shape=(2, 2), index_location=location)
     path = str(tmp_path / "x")
     array = zarr.create_array(
@@ -218,15 +240,23 @@ def test_chunks_that_a_writer_left_out_of_a_shard_have_the_fill_value(tmp_path, 
     assert same(torch.stack([*dataset]).numpy(), np.moveaxis(array[:], axis, 0))
 
 
-@pytest.mark.parametrize("codec", [numcodecs.Zstd(), numcodecs.Blosc(), numcodecs.LZ4()], ids=str)
+@pytest.mark.parametrize(
+    "codec", [numcodecs.Zstd(), numcodecs.Blosc(), numcodecs.LZ4()], ids=str
+)
 def test_a_chunk_that_unpacks_to_very_much_is_refused(tmp_path, codec):
     zarr.create_array(
-        tmp_path / "x", shape=(4,), chunks=(4,), dtype="i4", zarr_format=2, compressors=codec
+        tmp_path / "x",
+        shape=(4,),
+        chunks=(4,),
+        dtype="i4",
+        zarr_format=2,
+        compressors=codec,
     )[:] = 1
     packed = codec.encode(bytes(400 << 20))
     (tmp_path / "x/0").write_bytes(packed)
     with pytest.raises(
-        ShardError, match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400"
+        ShardError,
+        match=rf"is damaged: .*{len(packed):,} bytes are said to unpack to 419,430,400",
     ):
         hr.ZarrDataset(tmp_path / "x")[0]
 
@@ -278,7 +308,12 @@ def test_what_cannot_be_read_is_refused(root, options, error, what):
 def changed(tmp_path, **changes):
     """An array of format 2 with other metadata."""
     zarr.create_array(
-        tmp_path / "x", shape=(4, 4), chunks=(2, 2), dtype="f4", zarr_format=2, overwrite=True
+        tmp_path / "x",
+        shape=(4, 4),
+        chunks=(2, 2),
+        dtype="f4",
+        zarr_format=2,
+        overwrite=True,
     )[:] = 1
     metadata = tmp_path / "x" / ".zarray"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | changes))
@@ -290,7 +325,11 @@ def changed(tmp_path, **changes):
     [
         ({"compressor": {"id": "pickle", "protocol": 5}}, "pickle"),
         (
-            {"dtype": "|O", "filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle"}},
+            {
+                "dtype": "|O",
+                "filters": [{"id": "vlen-utf8"}],
+                "compressor": {"id": "pickle"},
+            },
             "would run its code",
         ),
         ({"chunks": [0, 2]}, "is not of a Zarr array"),
@@ -324,7 +363,9 @@ def test_strings_are_pythons(tmp_path, zarr_format, dtype):
         type = zarr.dtype.VariableLengthBytes() if dtype == "bytes" else dtype
         for name, data in {"rows": texts, "single": texts[:, 1]}.items():
             chunks = (2, 1)[: data.ndim]
-            group.create_array(name, shape=data.shape, chunks=chunks, dtype=type)[:] = data
+            group.create_array(name, shape=data.shape, chunks=chunks, dtype=type)[:] = (
+                data
+            )
         dataset = hr.ZarrDataset(tmp_path, arrays=["rows", "single"])
         wanted = zip(group["rows"][:].tolist(), group["single"][:].tolist(), strict=True)
     assert [*dataset] == [{"rows": row, "single": single} for row, single in wanted]
@@ -336,7 +377,9 @@ def test_strings_are_pythons(tmp_path, zarr_format, dtype):
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_damaged_strings_are_errors_or_strings(tmp_path, zarr_format):
     options = {"zarr_format": zarr_format, "compressors": None}
-    zarr.create_array(tmp_path / "x", shape=(3, 2), chunks=(3, 2), dtype=str, **options)[:] = TEXTS
+    zarr.create_array(tmp_path / "x", shape=(3, 2), chunks=(3, 2), dtype=str, **options)[
+        :
+    ] = TEXTS
     chunk = tmp_path / "x" / ("0.0" if zarr_format == 2 else "c/0/0")
     data = chunk.read_bytes()
     random = np.random.default_rng(0)
@@ -352,19 +395,25 @@ def test_damaged_strings_are_errors_or_strings(tmp_path, zarr_format):
 
 
 def test_attributes_that_change_the_values_cause_a_warning(tmp_path):
-    zarr.create_array(tmp_path, shape=(4,), dtype="i2", attributes={"scale_factor": 0.1})[:] = 7
-    with pytest.warns(UserWarning, match="has scale_factor: samples are the values before"):
+    zarr.create_array(tmp_path, shape=(4,), dtype="i2", attributes={"scale_factor": 0.1})[
+        :
+    ] = 7
+    with pytest.warns(
+        UserWarning, match="has scale_factor: samples are the values before"
+    ):
         dataset = hr.ZarrDataset(tmp_path)
     assert dataset[0] == 7
 
 
 @pytest.mark.parametrize("options", [{}, {"engines": 2}])
 def test_a_store_of_icechunk_is_read_in_any_process(tmp_path, options):
-    repository = icechunk.Repository.create(icechunk.local_filesystem_storage(str(tmp_path)))
-    session = repository.writable_session("main")
-    zarr.create_array(session.store, name="x", shape=(100, 3), chunks=(8, 3), dtype="f4")[:80] = (
-        np.ones((80, 3))
+    repository = icechunk.Repository.create(
+        icechunk.local_filesystem_storage(str(tmp_path))
     )
+    session = repository.writable_session("main")
+    zarr.create_array(session.store, name="x", shape=(100, 3), chunks=(8, 3), dtype="f4")[
+        :80
+    ] = np.ones((80, 3))
     session.commit("ones, and chunks that were never written")
     dataset = hr.ZarrDataset(repository.readonly_session("main").store, arrays="x")
     with hr.DataLoader(dataset, 10, shuffle=True, seed=0, **options) as loader:

@@ -145,7 +145,10 @@ class Record(UserDict):
 
     def to(self, device, **options):
         return Record(
-            {key: value.to(device, copy=True, **options) for key, value in self.data.items()}
+            {
+                key: value.to(device, copy=True, **options)
+                for key, value in self.data.items()
+            }
         )
 
     def record_stream(self, stream):
@@ -163,6 +166,10 @@ def test_container_with_its_own_to_is_moved_on_the_side_stream(copier, streams):
 
 
 def test_pinned_memory_is_kept_until_the_copy_out_of_it_has_ended(copier, streams):
-    claimed = [copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)]
+    claimed = [
+        copier.claim(copier.begin(torch.full((100,), number))) for number in range(40)
+    ]
     copier.close()
-    assert [tensor.unique().tolist() for tensor in claimed] == [[number] for number in range(40)]
+    assert [tensor.unique().tolist() for tensor in claimed] == [
+        [number] for number in range(40)
+    ]

@@ -5,7 +5,9 @@ import torch
 
 import headrace as hr
 
-NONE_THERE = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+NONE_THERE = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="there is an accelerator"
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,8 @@ def test_absent_device_is_an_error_at_construction(device):
 
 
 @pytest.mark.parametrize(
-    ("device", "error", "says"), [("moon", RuntimeError, "moon"), (1.5, TypeError, "float")]
+    ("device", "error", "says"),
+    [("moon", RuntimeError, "moon"), (1.5, TypeError, "float")],
 )
 def test_invalid_device_is_refused(device, error, says):
     with pytest.raises(error, match=says):

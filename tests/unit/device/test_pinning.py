@@ -24,7 +24,9 @@ class PinnedMemory:
 
     def copy(self, tensor, device=None):
         there = (
-            self.allocate(tensor.numel() * tensor.itemsize).view(tensor.dtype).view(tensor.shape)
+            self.allocate(tensor.numel() * tensor.itemsize)
+            .view(tensor.dtype)
+            .view(tensor.shape)
         )
         return there.copy_(tensor)
 
@@ -38,7 +40,9 @@ class PinnedMemory:
 @pytest.fixture
 def memory(monkeypatch):
     memory = PinnedMemory()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor, device=None: memory.copy(tensor)
+    )
     monkeypatch.setattr(control, "should_pin", lambda pin_memory, device: pin_memory)
     return memory
 
@@ -54,7 +58,9 @@ def test_copy_that_starts_after_its_batch_was_dropped_reads_every_byte(memory, o
             tensor.data_ptr() for tensor in memory.kept
         ]  # copied once
         for number, (address, size) in enumerate(under_way):
-            read = torch.frombuffer(bytearray(ctypes.string_at(address, size)), dtype=torch.int64)
+            read = torch.frombuffer(
+                bytearray(ctypes.string_at(address, size)), dtype=torch.int64
+            )
             assert read.unique().tolist() == [2 * number, 2 * number + 1]
 
 

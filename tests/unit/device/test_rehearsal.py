@@ -19,7 +19,9 @@ def run(streams):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=str)
-def test_all_bytes_of_all_dtypes_are_compared_and_a_single_wrong_bit_is_found(streams, options):
+def test_all_bytes_of_all_dtypes_are_compared_and_a_single_wrong_bit_is_found(
+    streams, options
+):
     taken = []
 
     def done(batch):
@@ -64,4 +66,6 @@ def test_names_of_torch_in_code_for_a_gpu_exist(folder):
 
 
 def is_dotted(node):
-    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and is_dotted(node.value))
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Attribute) and is_dotted(node.value)
+    )

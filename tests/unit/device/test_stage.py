@@ -25,7 +25,11 @@ def pairs(count):
     return [[number, number + 1] for number in range(0, count, 2)]
 
 
-WAYS = [{}, {"num_workers": 2, "placement": "thread"}, {"num_workers": 1, "device_prefetch": 0}]
+WAYS = [
+    {},
+    {"num_workers": 2, "placement": "thread"},
+    {"num_workers": 1, "device_prefetch": 0},
+]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -43,7 +47,11 @@ def test_batches_arrive_in_order_and_complete(streams, options):
 
 
 def channels_last(rows):
-    return torch.stack(rows).view(2, 100, 20, 10).contiguous(memory_format=torch.channels_last)
+    return (
+        torch.stack(rows)
+        .view(2, 100, 20, 10)
+        .contiguous(memory_format=torch.channels_last)
+    )
 
 
 def test_batches_in_slabs_are_copied_in_place_with_their_layout_until_the_slabs_are_unmapped(
@@ -80,7 +88,9 @@ def test_unregistered_slabs_are_staged_after_one_warning(monkeypatch):
 
 def test_async_loops_get_the_same_batches(streams, consumer_loop):
     async def train():
-        async with hr.DataLoader(Rows(24), batch_size=2, num_workers=1, device="there") as loader:
+        async with hr.DataLoader(
+            Rows(24), batch_size=2, num_workers=1, device="there"
+        ) as loader:
             return [values(streams, batch) async for batch in loader]
 
     assert consumer_loop(train) == pairs(24)
@@ -109,7 +119,11 @@ def test_loaders_for_several_devices_copy_to_their_own(monkeypatch):
         hr.DataLoader(Rows(8), device="there:1") as other,
     ):
         for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            assert values(devices["there:0"], left) == values(devices["there:1"], right) == [number]
+            assert (
+                values(devices["there:0"], left)
+                == values(devices["there:1"], right)
+                == [number]
+            )
     assert [len(streams.copied) for streams in devices.values()] == [8, 8]
 
 
@@ -173,9 +187,13 @@ class RowStream(hr.AsyncIterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("data", "options"), [(Rows(24), WAYS[0]), (RowStream(), WAYS[2])], ids=["map", "stream"]
+    ("data", "options"),
+    [(Rows(24), WAYS[0]), (RowStream(), WAYS[2])],
+    ids=["map", "stream"],
 )
-def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(streams, data, options):
+def test_state_is_that_of_the_batch_returned_and_not_of_those_copied_ahead(
+    streams, data, options
+):
     """It is the state of a loader without a device, also after a copy that failed, whose error is of its batch."""
     streams.broken_at = 3
     with (

@@ -12,7 +12,10 @@ def plan(number, indices):
 
 
 def plans(count, size):
-    return [plan(number, range(number * size, number * size + size)) for number in range(count)]
+    return [
+        plan(number, range(number * size, number * size + size))
+        for number in range(count)
+    ]
 
 
 class Stage:
@@ -24,7 +27,9 @@ class Stage:
 
     async def __aenter__(self):
         self._tasks = await anyio.create_task_group().__aenter__()
-        self._context = FetchContext(self.delivered.append, self._tasks.start_soon, RequestStats())
+        self._context = FetchContext(
+            self.delivered.append, self._tasks.start_soon, RequestStats()
+        )
         self.source = self._make(self._context)
         return self
 

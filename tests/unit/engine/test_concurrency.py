@@ -59,7 +59,9 @@ class SimulatedStore:
             if now > seconds:
                 return [each / (seconds - busy_from) for each in late]
             if what == "tick":
-                limits[engine] = limits_at[engine](now, completed[engine], refusals[engine])
+                limits[engine] = limits_at[engine](
+                    now, completed[engine], refusals[engine]
+                )
                 heapq.heappush(events, (now + TICK, next(order), "tick", engine))
             elif what == "again":
                 ask(now, engine)
@@ -113,7 +115,9 @@ def engines_on(store, starts, limits, seconds, busy_from, steer=steered):
         AdaptiveLimit(limit, MOST, len(limits), random.Random(number).random)
         for number, limit in enumerate(limits)
     ]
-    return store.run_several(seconds, [*map(steer, controls)], busy_from, starts), controls
+    return store.run_several(
+        seconds, [*map(steer, controls)], busy_from, starts
+    ), controls
 
 
 def jain(rates):
@@ -140,7 +144,9 @@ def test_engines_that_share_a_store_that_throttles_get_equal_rates_and_keep_to_i
 
 
 @pytest.mark.parametrize(("starts", "limits"), SHARED.values(), ids=SHARED.keys())
-def test_engines_that_share_a_store_that_is_used_fully_do_not_outbid_each_other(starts, limits):
+def test_engines_that_share_a_store_that_is_used_fully_do_not_outbid_each_other(
+    starts, limits
+):
     store = SimulatedStore(0.1, 400)
     rates, controls = engines_on(store, starts, limits, 40, busy_from=20.0)
     assert jain(rates) >= 0.9
@@ -167,7 +173,9 @@ def test_a_store_that_grows_stronger_is_found_out():
 
     def limit_at(now, completed, refused):
         store.capacity = 200 if now < 10 else 1200
-        return control.update(now, completed=completed, throttle_events=refused, full=True)
+        return control.update(
+            now, completed=completed, throttle_events=refused, full=True
+        )
 
     assert store.run(120, limit_at, 80.0) >= 0.9 * 1200
 

@@ -38,11 +38,15 @@ class Store:
 
 
 def fetching(aget, concurrency):
-    return Stage(lambda context: SampleFetch(context, SimpleNamespace(aget=aget), concurrency))
+    return Stage(
+        lambda context: SampleFetch(context, SimpleNamespace(aget=aget), concurrency)
+    )
 
 
 def fetching_batches(agets, concurrency):
-    return Stage(lambda context: BatchFetch(context, SimpleNamespace(agets=agets), concurrency))
+    return Stage(
+        lambda context: BatchFetch(context, SimpleNamespace(agets=agets), concurrency)
+    )
 
 
 @pytest.mark.parametrize("concurrency", [1, 7, 100])
@@ -61,7 +65,9 @@ async def test_the_window_is_full_and_never_fuller(concurrency):
     assert stage.batches == [[-i for i in one.indices] for one in plans(4, 4)]
 
 
-@pytest.mark.parametrize("concurrency", [10, AdaptiveLimit(3, 8)], ids=["samples", "calls"])
+@pytest.mark.parametrize(
+    "concurrency", [10, AdaptiveLimit(3, 8)], ids=["samples", "calls"]
+)
 @run_by("on_loop")
 async def test_calls_for_whole_batches_cover_a_number_of_samples_or_are_counted_themselves(
     concurrency,

@@ -51,7 +51,12 @@ class Pairs(RangedDataset):
 
 def hedging(dataset):
     return hr.DataLoader(
-        dataset, batch_size=10, hedge="auto", placement="thread", concurrency=8, collate_fn=list
+        dataset,
+        batch_size=10,
+        hedge="auto",
+        placement="thread",
+        concurrency=8,
+        collate_fn=list,
     )
 
 
@@ -74,8 +79,12 @@ def test_when_the_first_attempt_fails_the_second_is_ended_and_each_sample_is_fet
 
     dataset = Pairs(give)
     with hedging(dataset) as loader:
-        assert [sample for batch in loader for sample in batch] == list(range(2 * OBJECTS))
-    assert set(dataset.ended) == set(range(2, dataset.attempts + 1)), "an attempt was left behind"
+        assert [sample for batch in loader for sample in batch] == list(
+            range(2 * OBJECTS)
+        )
+    assert set(dataset.ended) == set(range(2, dataset.attempts + 1)), (
+        "an attempt was left behind"
+    )
 
 
 def test_an_epoch_that_is_left_ends_all_attempts(engine_loop):
@@ -95,21 +104,34 @@ def test_an_epoch_that_is_left_ends_all_attempts(engine_loop):
 
 
 @pytest.mark.parametrize(
-    ("placement", "is_cached"), [("thread", False), ("process", True)], ids=["plain", "cached"]
+    ("placement", "is_cached"),
+    [("thread", False), ("process", True)],
+    ids=["plain", "cached"],
 )
 def test_windows_are_read_together_and_a_request_that_is_never_answered_holds_nobody_up(
     tmp_path, placement, is_cached
 ):
     tokens = np.arange(1000, dtype=np.uint16)
-    with ObjectServer({f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}) as server:
+    with ObjectServer(
+        {f"{shard:03}.bin": tokens.tobytes() for shard in range(OBJECTS)}
+    ) as server:
         windows = hr.TokenDataset(
-            f"{{000..{OBJECTS - 1}}}.bin", seq_len=100, store=store_of(server, timeout=600.0)
+            f"{{000..{OBJECTS - 1}}}.bin",
+            seq_len=100,
+            store=store_of(server, timeout=600.0),
         )
         dataset = windows.cache(tmp_path / "cache") if is_cached else windows
         server.misbehave(Fault("silence", key=f"{SLOW}.bin", times=1))
-        options = {"num_workers": 1, "prefetch_factor": 8} if placement == "thread" else {}
+        options = (
+            {"num_workers": 1, "prefetch_factor": 8} if placement == "thread" else {}
+        )
         with hr.DataLoader(
-            dataset, batch_size=20, hedge="auto", placement=placement, concurrency=8, **options
+            dataset,
+            batch_size=20,
+            hedge="auto",
+            placement=placement,
+            concurrency=8,
+            **options,
         ) as loader:
             rows = [row for batch in loader for row in batch.tolist()]
             counts = loader.stats().requests

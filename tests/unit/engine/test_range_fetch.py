@@ -34,7 +34,9 @@ class Bytes(RangedDataset):
         await asyncio.sleep(0)
         if number in self.gone:
             raise OSError(f"object {number} is gone, said for index {index}")
-        return memoryview(bytes(range(number * 10 + start, number * 10 + stop - self.short)))
+        return memoryview(
+            bytes(range(number * 10 + start, number * 10 + stop - self.short))
+        )
 
     def sample_of(self, index, data):
         if index in self.refused:
@@ -56,7 +58,12 @@ async def test_the_first_batch_is_read_by_itself_and_all_others_together():
     async with stage(dataset) as fetch:
         await fetch.admit(plan(0, (5, 15)), plan(1, (6, 27)), plan(2, (9, 28)))
         assert fetch.batches == [[5, 15], [6, 27], [9, 28]]
-    assert dataset.asked == [(0, 5, 6, None), (1, 5, 6, None), (0, 6, 10, None), (2, 7, 9, None)]
+    assert dataset.asked == [
+        (0, 5, 6, None),
+        (1, 5, 6, None),
+        (0, 6, 10, None),
+        (2, 7, 9, None),
+    ]
 
 
 async def test_the_request_that_the_oldest_batch_waits_for_goes_first():
@@ -87,7 +94,9 @@ async def test_ranges_that_cannot_be_are_their_samples_errors_and_no_other_batch
     class Wrong(Bytes):
         def ranges(self, indices):
             good = super().ranges(indices)
-            return Ranges(good.objects, good.starts - (np.array(indices) % 20 == 0), good.stops)
+            return Ranges(
+                good.objects, good.starts - (np.array(indices) % 20 == 0), good.stops
+            )
 
         async def aget(self, index):
             raise LookupError(f"asked for {index} alone")

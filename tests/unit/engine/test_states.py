@@ -109,7 +109,9 @@ def test_state_dict_that_raises_is_the_error_of_its_batch(make, options):
 
 
 @EVERYWHERE
-def test_state_that_cannot_be_pickled_is_an_error_where_it_leaves_its_process(make, options):
+def test_state_that_cannot_be_pickled_is_an_error_where_it_leaves_its_process(
+    make, options
+):
     with new(make(fault="pickle"), **options) as loader:
         found = drain(iter(loader))
     if options:

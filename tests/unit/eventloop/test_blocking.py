@@ -11,7 +11,11 @@ from headrace._eventloop.blocking import run_blocking
 
 def test_many_calls_share_few_threads(on_loop):
     async def main():
-        return set(await asyncio.gather(*(run_blocking(threading.get_ident) for _ in range(1000))))
+        return set(
+            await asyncio.gather(
+                *(run_blocking(threading.get_ident) for _ in range(1000))
+            )
+        )
 
     threads = on_loop(main)
     assert threading.get_ident() not in threads
@@ -64,7 +68,9 @@ def test_loop_may_end_while_a_call_runs(on_loop):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()], ids=repr
+    "error",
+    [ValueError("no"), StopIteration(), SystemExit(3), KeyboardInterrupt()],
+    ids=repr,
 )
 def test_error_is_raised_by_its_own_call_and_does_not_end_the_thread(on_loop, error):
     def fail():
@@ -76,4 +82,6 @@ def test_error_is_raised_by_its_own_call_and_does_not_end_the_thread(on_loop, er
 
     first, raised, last = on_loop(main)
     assert (first, last) == (1, 2)
-    assert isinstance(raised, RuntimeError if isinstance(error, StopIteration) else type(error))
+    assert isinstance(
+        raised, RuntimeError if isinstance(error, StopIteration) else type(error)
+    )

@@ -108,7 +108,10 @@ def test_signal_handler_that_raises_ends_the_wait_and_cancels_the_coroutine(loop
         pass
 
     def ring(signum, frame):
-        if frame.f_code.co_filename == waiting.__file__ and frame.f_code.co_name == "wait_readable":
+        if (
+            frame.f_code.co_filename == waiting.__file__
+            and frame.f_code.co_name == "wait_readable"
+        ):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             raise Rung
 
@@ -150,7 +153,9 @@ def test_result_of_a_request_after_the_close_is_dropped_and_other_calls_are_refu
     loop = LoopThread("headrace-test")
     assert loop.close(1.0) is None
     assert (
-        loop._loop.call_soon_threadsafe(asyncio.run(callback_of_obstore()), None, context=None)
+        loop._loop.call_soon_threadsafe(
+            asyncio.run(callback_of_obstore()), None, context=None
+        )
         is None
     )
     with pytest.raises(EngineDiedError):

@@ -189,7 +189,9 @@ async def test_close_that_fails_is_a_warning():
 
 
 async def test_close_that_hangs_is_named():
-    resource = per_loop(object, close=lambda _: asyncio.get_running_loop().create_future())
+    resource = per_loop(
+        object, close=lambda _: asyncio.get_running_loop().create_future()
+    )
     await resource()
     late = await end_tasks(0.01)
     assert "name='per_loop(object)' coro=<Owner._own() running at" in late
@@ -243,7 +245,9 @@ class Stream(Clients, hr.AsyncIterableDataset):
     "options", [{}, {"num_workers": 1, "placement": "process"}, {"num_workers": 1}]
 )
 @pytest.mark.parametrize("kind", [Rows, Stream])
-def test_loader_opens_once_for_all_epochs_and_closes_with_the_loader(kind, options, tmp_path):
+def test_loader_opens_once_for_all_epochs_and_closes_with_the_loader(
+    kind, options, tmp_path
+):
     log = tmp_path / "log"
     with hr.DataLoader(kind(log), batch_size=2, on_error="skip", **options) as loader:
         for _ in range(3):

@@ -120,7 +120,9 @@ def test_wait_for_a_future_ends_when_it_is_done(where):
         for _ in range(300):
             futures = [Future() for _ in range(2)]
             done = threading.Thread(
-                target=lambda futures=futures: [future.set_result(1) for future in futures]
+                target=lambda futures=futures: [
+                    future.set_result(1) for future in futures
+                ]
             )
             done.start()
             for future in futures:

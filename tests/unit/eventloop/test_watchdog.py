@@ -20,7 +20,9 @@ KINDS = ("sleep", "request", "compute")
 
 def line_of(comment: str) -> int:
     lines = Path(__file__).read_text().splitlines()
-    (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
+    (number,) = (
+        number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}")
+    )
     return number
 
 
@@ -115,7 +117,11 @@ def watch_of(loader):
 
 
 def watchdog_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name == "headrace-watchdog"]
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name == "headrace-watchdog"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,24 +135,31 @@ def test_blocking_calls_are_reported_with_place_and_remedy(
     dataset = dataset_class(tmp_path, slow_url)
     # a stream's samples are so in any case
     one_at_a_time = {"concurrency": 1} if dataset_class is BlockingGets else {}
-    with hr.DataLoader(dataset, batch_size=1, placement=placement, **one_at_a_time) as loader:
+    with hr.DataLoader(
+        dataset, batch_size=1, placement=placement, **one_at_a_time
+    ) as loader:
         for _ in loader:
             if records.all_reported():
                 break
     by_kind = {
-        kind: [each for each in records.messages if f"{kind}_in_the_loop" in each] for kind in KINDS
+        kind: [each for each in records.messages if f"{kind}_in_the_loop" in each]
+        for kind in KINDS
     }
-    assert {kind: len(found) for kind, found in by_kind.items()} == dict.fromkeys(KINDS, 1), (
-        records.messages
-    )
+    assert {kind: len(found) for kind, found in by_kind.items()} == dict.fromkeys(
+        KINDS, 1
+    ), records.messages
     assert len(records.messages) == len(KINDS)
     assert all(
-        each.startswith(f"{dataset_class.__name__}: {__file__}:") for each in records.messages
+        each.startswith(f"{dataset_class.__name__}: {__file__}:")
+        for each in records.messages
     )
     (slept,), (requested,), (computed,) = by_kind.values()
     assert f"{__file__}:{line_of('sleeps')} in sleep_in_the_loop has blocked" in slept
     assert "await anyio.sleep(seconds)" in slept
-    assert f"{__file__}:{line_of('requests')} in request_in_the_loop has blocked" in requested
+    assert (
+        f"{__file__}:{line_of('requests')} in request_in_the_loop has blocked"
+        in requested
+    )
     assert "use an async client" in requested
     assert "in compute_in_the_loop" in computed
     assert "transform= (or dataset.map) with num_workers=" in computed
@@ -220,7 +233,9 @@ def test_consumer_that_holds_the_gil_is_no_cause_of_a_warning(records, engine_lo
             number * number
 
     holders = [threading.Thread(target=hold) for _ in range(3)]
-    with hr.DataLoader(Healthy(600), batch_size=100, concurrency=64, placement="thread") as loader:
+    with hr.DataLoader(
+        Healthy(600), batch_size=100, concurrency=64, placement="thread"
+    ) as loader:
         for thread in holders:
             thread.start()
         for _ in loader:

@@ -19,7 +19,8 @@ def plan(number: int) -> BatchPlan:
 def deal(dealer: Dealer, numbers: Sequence[int], engines: Sequence[int]):
     dealer.waiting.extend(map(plan, numbers))
     return {
-        engine: [each.number for each in given] for engine, given in dealer.deal(engines).items()
+        engine: [each.number for each in given]
+        for engine, given in dealer.deal(engines).items()
     }
 
 
@@ -82,7 +83,9 @@ def test_random_deaths_lose_and_double_nothing(in_order: bool) -> None:
                 held[engine].clear()
                 dealer.take_back([engine])
                 up = sorted(
-                    {*up, engine} if len(up) == 1 or draw.random() < 0.7 else {*up} - {engine}
+                    {*up, engine}
+                    if len(up) == 1 or draw.random() < 0.7
+                    else {*up} - {engine}
                 )
             elif held[engine]:
                 number = held[engine].pop(

@@ -75,7 +75,9 @@ AS_IT_WAS, CHANGED = [10, 11, 12, 13], [20, 21, 22, 23]
 # Where a function may be: the arguments of the loader.
 PLACES = {
     "transform": lambda add: {"dataset": Numbers(4), "transform": add},
-    "map within a concatenation": lambda add: {"dataset": hr.concat([Numbers(4).map(add)])},
+    "map within a concatenation": lambda add: {
+        "dataset": hr.concat([Numbers(4).map(add)])
+    },
     "before batching": lambda add: {"dataset": stream(*range(4)).map(add).filter(bool)},
     "closure of collate_fn": lambda add: {
         "dataset": Numbers(4),
@@ -95,7 +97,10 @@ PLACES = {
 def test_attribute_of_a_function_is_applied_at_next_epoch(options, place):
     add = Add(10)
     loader = hr.DataLoader(**PLACES[place](add), **options)
-    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (AS_IT_WAS, CHANGED)
+    assert two_epochs(loader, lambda: setattr(add, "strength", 20)) == (
+        AS_IT_WAS,
+        CHANGED,
+    )
 
 
 def test_change_of_what_a_function_refers_to_is_applied_at_next_epoch(monkeypatch):
@@ -171,7 +176,10 @@ def test_replaced_worker_has_the_functions_of_its_epoch(options, tmp_path):
 
     dies = Dies(10)
     loader = hr.DataLoader(Numbers(4), transform=dies, **options)
-    assert two_epochs(loader, lambda: setattr(dies, "strength", 20)) == (AS_IT_WAS, CHANGED)
+    assert two_epochs(loader, lambda: setattr(dies, "strength", 20)) == (
+        AS_IT_WAS,
+        CHANGED,
+    )
     assert killed.exists()
 
 
@@ -217,7 +225,11 @@ def test_multiprocessing_primitives_are_shared_with_workers(context):
         return sample
 
     event.set()
-    options = {"multiprocessing_context": "fork"} if context == "fork" else {"placement": "process"}
+    options = (
+        {"multiprocessing_context": "fork"}
+        if context == "fork"
+        else {"placement": "process"}
+    )
     with hr.DataLoader(Numbers(4), transform=use, num_workers=2, **options) as loader:
         for epochs in (1, 2):
             assert once(loader) == [0, 1, 2, 3]
@@ -270,7 +282,10 @@ def test_tensor_in_shared_memory_is_shared_both_ways():
 def test_lock_of_the_fork_context_is_an_error_that_names_the_remedy():
     lock = multiprocessing.get_context("fork").Lock()
     loader = hr.DataLoader(Numbers(4), transform=lambda s: lock and s, **IN_PROCESS)
-    with loader, pytest.raises(hr.errors.NotPicklableError, match=r"get_context\('spawn'\)"):
+    with (
+        loader,
+        pytest.raises(hr.errors.NotPicklableError, match=r"get_context\('spawn'\)"),
+    ):
         iter(loader)
 
 
@@ -294,7 +309,9 @@ def test_samples_and_batches_in_shared_tensors_are_copied():
 def anonymous_memory(pid):
     """Bytes that are not pages of a file: a shared page counts as private until a second process touches it."""
     with open(f"/proc/{pid}/smaps_rollup") as file:
-        sizes = {name: int(size) for name, size, *_ in map(str.split, file.readlines()[1:])}
+        sizes = {
+            name: int(size) for name, size, *_ in map(str.split, file.readlines()[1:])
+        }
     return 1024 * sizes["Anonymous:"]
 
 
@@ -310,5 +327,6 @@ def test_large_closure_is_in_memory_once_for_all_workers():
             return max(once(loader))
 
     assert (
-        largest(measure) < largest(lambda sample: anonymous_memory(os.getpid())) + 64_000_000
+        largest(measure)
+        < largest(lambda sample: anonymous_memory(os.getpid())) + 64_000_000
     )  # half an array

@@ -67,11 +67,17 @@ class DiesOnce(Dataset):
 
 def loader_with_a_fork(dataset):
     return hr.DataLoader(
-        dataset, None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+        dataset,
+        None,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
     )
 
 
-def test_replacement_of_a_worker_destroys_no_thread_local_object_of_the_consumer(tmp_path):
+def test_replacement_of_a_worker_destroys_no_thread_local_object_of_the_consumer(
+    tmp_path,
+):
     # A fork destroys these objects of all other threads. PyAV keeps a scaler, which waits in a fork
     # for ever: for threads that the fork lacks.
     class Scaler:
@@ -87,7 +93,9 @@ def test_replacement_of_a_worker_destroys_no_thread_local_object_of_the_consumer
         assert list(loader) == [0, 1, 2, 3]
 
 
-def test_replacement_of_a_worker_waits_for_an_import_of_the_consumer(tmp_path, monkeypatch):
+def test_replacement_of_a_worker_waits_for_an_import_of_the_consumer(
+    tmp_path, monkeypatch
+):
     # A fork of another thread would hold the lock of the half imported module for ever.
     class Imports(DiesOnce):
         def __getitem__(self, index):
@@ -115,7 +123,9 @@ def test_replacement_of_a_worker_waits_for_an_import_of_the_consumer(tmp_path, m
         sys.modules.pop("slow_module", None)
 
 
-def test_dead_worker_is_replaced_though_another_iterator_of_the_loader_does_not_wait(tmp_path):
+def test_dead_worker_is_replaced_though_another_iterator_of_the_loader_does_not_wait(
+    tmp_path,
+):
     with loader_with_a_fork(DiesOnce(tmp_path / "died")) as loader:
         first, second = iter(loader), iter(loader)
         assert list(first) == [0, 1, 2, 3]

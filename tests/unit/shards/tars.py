@@ -11,7 +11,11 @@ def shard(samples, **fields):
     """The bytes of a tar with these keys; each field is a function of the key, and by default there is one."""
     fields = fields or {"txt": lambda key: f"text of {key}".encode()}
     return members(
-        *((f"{key}.{field}", make(key)) for key in samples for field, make in fields.items())
+        *(
+            (f"{key}.{field}", make(key))
+            for key in samples
+            for field, make in fields.items()
+        )
     )
 
 

@@ -35,7 +35,10 @@ from tests.unit.shards.tars import parquet
 def test_braces_expand_as_in_bash(pattern, names):
     assert expand_braces(pattern) == names
     bash = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {pattern}"], capture_output=True, text=True, check=True
+        ["bash", "-c", f"printf '%s\\n' {pattern}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert bash.stdout.splitlines() == names
 
@@ -77,7 +80,9 @@ def test_globs_match_hidden_names_as_pythons_glob(pattern, tmp_path):
         if (tmp_path / key).is_file()
     }
     assert {key for key in HIDDEN if glob_expression(pattern).fullmatch(key)} == found
-    everything = {key for key in HIDDEN if glob_expression(pattern, hidden=True).fullmatch(key)}
+    everything = {
+        key for key in HIDDEN if glob_expression(pattern, hidden=True).fullmatch(key)
+    }
     if not pattern.endswith("**"):  # of pathlib's: directories only
         assert everything == {
             path.relative_to(tmp_path).as_posix()
@@ -87,7 +92,10 @@ def test_globs_match_hidden_names_as_pythons_glob(pattern, tmp_path):
 
 
 def test_directory_of_shards_has_no_hidden_or_temporary_ones(tmp_path):
-    shown, hidden = ("a.txt", "_b.txt", "part=1/c.txt"), (".d.txt", ".ipynb_checkpoints/e.txt")
+    shown, hidden = (
+        ("a.txt", "_b.txt", "part=1/c.txt"),
+        (".d.txt", ".ipynb_checkpoints/e.txt"),
+    )
     for key in (*shown, *hidden, "_temporary/0/f.txt"):
         in_folder(tmp_path, {key: f"{key}\n".encode()})
     assert list(LinesDataset(tmp_path)) == ["_b.txt", "a.txt", "part=1/c.txt"]
@@ -116,14 +124,25 @@ def test_glob_is_not_ended_by_what_it_does_not_match(tmp_path):
 KEYS = {
     **{f"train-{i}.txt": b"" for i in range(3)},
     **{f"train-images/{i:05}.txt": b"" for i in range(3000)},
-    **{f"{year}/{month}/{i:03}.txt": b"" for year in "ab" for month in "xy" for i in range(400)},
+    **{
+        f"{year}/{month}/{i:03}.txt": b""
+        for year in "ab"
+        for month in "xy"
+        for i in range(400)
+    },
     **{f"z{i:05}": b"" for i in range(3000)},
 }
 
 
 @pytest.mark.parametrize(
     ("pattern", "most"),
-    [("train-?.txt", 4), ("tr*/*1.txt", 8), ("*/x/00?.txt", 8), ("a/*/39[!0-8].txt", 3), ("y*", 4)],
+    [
+        ("train-?.txt", 4),
+        ("tr*/*1.txt", 8),
+        ("*/x/00?.txt", 8),
+        ("a/*/39[!0-8].txt", 3),
+        ("y*", 4),
+    ],
 )
 def test_glob_lists_only_directories_whose_paths_match(pattern, most):
     with ObjectServer(KEYS) as server:
@@ -155,9 +174,13 @@ def test_directory_that_is_named_as_a_shard_is_read_as_a_directory(tmp_path):
                 ParquetDataset("u.parquet", store=store)
 
 
-@pytest.mark.parametrize("pattern", ["{a,b}" * 30, "{0..999999999}", "{a,{0..1999999}}.tar"])
+@pytest.mark.parametrize(
+    "pattern", ["{a,b}" * 30, "{0..999999999}", "{a,{0..1999999}}.tar"]
+)
 def test_braces_that_stand_for_too_many_names_are_an_error_that_says_how_many(pattern):
-    with pytest.raises(ValueError, match=r"stand for [\d,]+ names, and 1,000,000 are the most"):
+    with pytest.raises(
+        ValueError, match=r"stand for [\d,]+ names, and 1,000,000 are the most"
+    ):
         expand_braces(pattern)
 
 

@@ -26,7 +26,9 @@ from tests.unit.streams.reading import outcomes
 CHUNK = 700  # bytes; members straddle chunks
 
 
-def tar_bytes(number, samples, *, format=tarfile.USTAR_FORMAT, name="{number}/{sample:03}"):
+def tar_bytes(
+    number, samples, *, format=tarfile.USTAR_FORMAT, name="{number}/{sample:03}"
+):
     """A tar with two fields in each sample, of lengths that differ."""
     draw = random.Random(number)
     keys = [name.format(number=number, sample=sample) for sample in range(samples)]
@@ -39,7 +41,8 @@ def tar_bytes(number, samples, *, format=tarfile.USTAR_FORMAT, name="{number}/{s
 def many_gzip_streams(data):
     """A gzip stream for each 900 bytes, as `bgzip` and parallel compressors write them."""
     return b"".join(
-        gzip.compress(data[start : start + 900], mtime=0) for start in range(0, len(data), 900)
+        gzip.compress(data[start : start + 900], mtime=0)
+        for start in range(0, len(data), 900)
     )
 
 
@@ -51,7 +54,9 @@ PACKINGS = {
     "zstd": (".zst", tars.zstd),
     "zstd-frames": (
         ".zst",
-        lambda data: b"".join(tars.zstd(data[at : at + 900]) for at in range(0, len(data), 900)),
+        lambda data: b"".join(
+            tars.zstd(data[at : at + 900]) for at in range(0, len(data), 900)
+        ),
     ),
 }
 
@@ -110,7 +115,11 @@ def test_lines_continue_at_every_position(packing, format, ending, if_match):
     store = in_memory(objects, if_match=if_match)
     found = resumes_at_every_position(
         lambda: hr.LinesDataset(
-            list(objects), store=store, format=format, chunk_bytes=37, shards_in_parallel=2
+            list(objects),
+            store=store,
+            format=format,
+            chunk_bytes=37,
+            shards_in_parallel=2,
         )
     )
     assert len(found) == 31 if format == "json" else len(found) > 31
@@ -145,7 +154,8 @@ def test_errors_are_at_the_same_place_and_not_reported_again(in_parallel):
 
 def test_fields_of_the_first_sample_are_required_after_a_restore():
     data = tars.members(
-        *((f"{n}.{field}", b"x" * 300) for n in range(4) for field in ("a", "b")), ("4.a", b"x")
+        *((f"{n}.{field}", b"x" * 300) for n in range(4) for field in ("a", "b")),
+        ("4.a", b"x"),
     )
     store = in_memory({"0.tar": data})
     found = resumes_at_every_position(
@@ -178,7 +188,9 @@ async def test_restore_reads_at_most_a_chunk_again():
 async def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
     objects = {f"{number}.tar": tar_bytes(number, 40) for number in range(6)}
     iterator = aiter(
-        hr.TarDataset("*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2)
+        hr.TarDataset(
+            "*.tar", store=in_memory(objects), chunk_bytes=CHUNK, shards_in_parallel=2
+        )
     )
     # Near the end of the first two: the next ones are opened ahead.
     await outcomes(iterator, 70)
@@ -195,7 +207,10 @@ async def test_closing_a_stream_leaves_no_request_and_keeps_its_state():
 
 def small(store, names=("0.tar", "1.tar", "2.tar"), **options):
     return hr.TarDataset(
-        list(names), store=store, chunk_bytes=CHUNK, **{"shards_in_parallel": 2, **options}
+        list(names),
+        store=store,
+        chunk_bytes=CHUNK,
+        **{"shards_in_parallel": 2, **options},
     )
 
 
@@ -214,7 +229,9 @@ async def test_shard_that_has_changed_is_an_error_that_names_it(objects):
         [await anext(iterator) for _ in range(9)]
 
 
-def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objects, tmp_path):
+def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(
+    objects, tmp_path
+):
     in_folder(tmp_path, objects)
 
     def make():
@@ -223,7 +240,8 @@ def test_listed_shard_that_has_changed_is_an_error_before_anything_is_read(objec
     state = asyncio.run(state_after(make(), 3))
     (tmp_path / "1.tar").write_bytes(tar_bytes(7, 30))
     with pytest.raises(
-        StateError, match=r"1\.tar has changed since the state was saved: it had \d+ bytes"
+        StateError,
+        match=r"1\.tar has changed since the state was saved: it had \d+ bytes",
     ):
         aiter(make()).load_state_dict(state)
 
@@ -237,7 +255,8 @@ async def test_shard_that_has_become_shorter_without_a_version_is_an_error(objec
     iterator = aiter(small(store))
     iterator.load_state_dict(state)
     with pytest.raises(
-        StateError, match=r"\.tar has changed since the state was saved: it ends after \d+ samples"
+        StateError,
+        match=r"\.tar has changed since the state was saved: it ends after \d+ samples",
     ):
         await anext(iterator)
 
@@ -248,8 +267,14 @@ def test_each_different_option_is_named_with_old_and_new(objects):
     for options, message in (
         ({"shuffle": False}, "shuffle=True, but now there is shuffle=False"),
         ({"seed": 0}, "seed=1, but now there is seed=0"),
-        ({"names": ("0.tar", "1.tar")}, r"list of shards='3 \(\w+\)', but now .*='2 \(\w+\)'"),
-        ({"rank": 0, "world_size": 2}, r"reader=\[0, 1\], but now there is reader=\[0, 2\]"),
+        (
+            {"names": ("0.tar", "1.tar")},
+            r"list of shards='3 \(\w+\)', but now .*='2 \(\w+\)'",
+        ),
+        (
+            {"rank": 0, "world_size": 2},
+            r"reader=\[0, 1\], but now there is reader=\[0, 2\]",
+        ),
     ):
         with pytest.raises(StateError, match=f"saved with {message}"):
             aiter(small(store, **{**saved_with, **options})).load_state_dict(state)

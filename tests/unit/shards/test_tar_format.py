@@ -12,7 +12,11 @@ from headrace._shards.tar import TAR_BLOCK, TarSamples
 from headrace.errors import ShardError, TruncatedShardError, UnsafeMemberError
 from tests.unit.shards import tars
 
-FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+FORMATS = {
+    "ustar": tarfile.USTAR_FORMAT,
+    "gnu": tarfile.GNU_FORMAT,
+    "pax": tarfile.PAX_FORMAT,
+}
 
 
 def archive(members, format=tarfile.USTAR_FORMAT, **extra):
@@ -77,7 +81,10 @@ def test_a_size_in_base_256_is_read():
 
 def test_checksum_of_signed_characters_is_accepted():
     header = bytearray(archive([("\xff\xfe.bin", b"")], encoding="latin-1")[:TAR_BLOCK])
-    signed = sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:]) + 256
+    signed = (
+        sum(byte - 256 if byte > 127 else byte for byte in header[:148] + header[156:])
+        + 256
+    )
     header[148:156] = b"%06o\0 " % signed
     assert len(parse(bytes(header) + bytes(2 * TAR_BLOCK))) == 1
 
@@ -145,7 +152,8 @@ def test_invalid_size_is_refused(size):
 
 
 @pytest.mark.parametrize(
-    "records", [b"8 path=x\n", b"999 path=x\n", b"nonsense", b"12 size=-123\n", b"6 a=b\nx"]
+    "records",
+    [b"8 path=x\n", b"999 path=x\n", b"nonsense", b"12 size=-123\n", b"6 a=b\nx"],
 )
 def test_invalid_pax_records_are_refused(records):
     header = bytearray(archive([("pax", b"")])[:TAR_BLOCK])
@@ -172,9 +180,12 @@ def outcome(data, pieces, **options):
 
 @example(field=(0, 100), noise=b".hidden.txt\0", at=0, right=True, header=0, options={})
 @given(
-    field=st.sampled_from([(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]),
+    field=st.sampled_from(
+        [(0, 100), (124, 12), (148, 8), (156, 1), (257, 8), (345, 155)]
+    ),
     noise=st.one_of(
-        st.binary(min_size=1, max_size=12), st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode)
+        st.binary(min_size=1, max_size=12),
+        st.text("01279 /\\:.\0é-_x", min_size=1).map(str.encode),
     ),
     at=st.integers(0, 99),
     right=st.booleans(),
@@ -184,7 +195,14 @@ def outcome(data, pieces, **options):
 @settings(deadline=None, max_examples=300)
 def test_fast_path_equals_general_path(field, noise, at, right, header, options):
     data = bytearray(
-        archive([*SMALL, ("two.cls", b"2"), ("d.e/three.Txt", b"3" * 90), ("d.e/four.txt", b"4")])
+        archive(
+            [
+                *SMALL,
+                ("two.cls", b"2"),
+                ("d.e/three.Txt", b"3" * 90),
+                ("d.e/four.txt", b"4"),
+            ]
+        )
     )
     begin, length = field
     at %= length
@@ -192,7 +210,9 @@ def test_fast_path_equals_general_path(field, noise, at, right, header, options)
     data[header + begin + at : header + begin + at + len(noise)] = noise
     if right:
         data[header : header + TAR_BLOCK] = rechecked(data[header : header + TAR_BLOCK])
-    assert outcome(bytes(data), len(data), **options) == outcome(bytes(data), 100, **options)
+    assert outcome(bytes(data), len(data), **options) == outcome(
+        bytes(data), 100, **options
+    )
 
 
 # What no training data has
@@ -251,9 +271,13 @@ def test_links_devices_and_pipes_are_refused_and_end_no_shard(kind, what, error,
     assert (found.member, found.offset) == (name, 1024)
 
 
-@pytest.mark.parametrize("name", ["9:30.jpg", "a\nb/1.jpg", "a\nb/c/1.seg\n.jpg", "\n.jpg"])
+@pytest.mark.parametrize(
+    "name", ["9:30.jpg", "a\nb/1.jpg", "a\nb/c/1.seg\n.jpg", "\n.jpg"]
+)
 def test_names_of_any_characters_are_samples(name):
-    data = archive([("first.jpg", b"1"), (name, b"2"), ("last.jpg", b"3")], tarfile.GNU_FORMAT)
+    data = archive(
+        [("first.jpg", b"1"), (name, b"2"), ("last.jpg", b"3")], tarfile.GNU_FORMAT
+    )
     field = name.rpartition("/")[2].partition(".")[2]
     samples = outcome(data, len(data))
     assert samples == outcome(data, 100)

@@ -31,7 +31,16 @@ async def test_waits_double_up_to_the_longest_and_progress_extends_the_deadline(
         return round(clock.now - before, 6) if may else None
 
     tries = Tries(RetryPolicy(max_attempts=9, initial_backoff=0.1, max_backoff=1.0))
-    assert [await waited(tries) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
+    assert [await waited(tries) for _ in range(8)] == [
+        0.1,
+        0.2,
+        0.4,
+        0.8,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert await waited(tries) is None, "the ninth attempt was the last"
 
     tries = Tries(RetryPolicy(max_attempts=100, deadline=10.0, initial_backoff=0.0))

@@ -77,7 +77,9 @@ async def test_a_stalled_body_holds_up_no_other(reader):
             await reader.read(later, 4)
     long = Result()
     await reader.read(long, SMALL + 1)
-    assert long.threads == [threading.current_thread().name], "long bodies are read on the loop"
+    assert long.threads == [threading.current_thread().name], (
+        "long bodies are read on the loop"
+    )
 
 
 async def test_requests_that_outlast_their_session_get_their_bodies_and_keep_no_thread():

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from headrace._store.listing import StringArray
 from headrace._transport.shared_pickle import SharedPickle
 
-anything = st.lists(st.text(st.characters(exclude_categories=()), max_size=12), max_size=12)
+anything = st.lists(
+    st.text(st.characters(exclude_categories=()), max_size=12), max_size=12
+)
 
 
 @given(anything, anything)
@@ -22,7 +24,9 @@ def test_strings_are_those_of_a_tuple(strings, more):
     assert tuple(packed) == wanted
     assert [packed[i] for i in range(-len(wanted), len(wanted))] == [*wanted, *wanted]
     for protocol in (2, 4, 5):
-        assert pickle.loads(pickle.dumps(packed, protocol)) == packed == StringArray(wanted)
+        assert (
+            pickle.loads(pickle.dumps(packed, protocol)) == packed == StringArray(wanted)
+        )
 
 
 def test_indices_are_those_of_a_tuple():

@@ -14,7 +14,10 @@ from tests.unit.shards import tars
 KINDS = {
     "objects.bin": (b"some bytes", hr.ObjectDataset),
     "stream.tar": (tars.shard(map(str, range(5)), txt=str.encode), hr.TarDataset),
-    "rows.parquet": (tars.parquet(pyarrow.table({"number": range(5)})), hr.ParquetDataset),
+    "rows.parquet": (
+        tars.parquet(pyarrow.table({"number": range(5)})),
+        hr.ParquetDataset,
+    ),
     "tokens.npy.bin": (
         np.arange(40, dtype="<u2").tobytes(),
         lambda store: hr.TokenDataset(store, seq_len=10),
@@ -47,7 +50,11 @@ def test_errors_and_retries_are_the_same_for_every_kind(key):
         assert (error.status, error.attempts, "throttled" in str(error)) == (503, 4, True)
         server.misbehave(Fault("shorten"))  # the body has the wrong length
         error = failure_of(dataset)
-        assert (type(error), error.attempts, error.key) == (hr.errors.ObjectChangedError, 3, key)
+        assert (type(error), error.attempts, error.key) == (
+            hr.errors.ObjectChangedError,
+            3,
+            key,
+        )
         assert "were expected" in str(error)
         server.misbehave()
         server.put(f"data/{key}", data[:-1] + b"?")

@@ -61,7 +61,8 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
             from_url(server.url + "/data", **server.store_options), chunk_size=100_000
         ).collect()
         assert [(entry["size"], entry["e_tag"]) for entry in flat] == [
-            (dataset._catalog.sizes[i], dataset._catalog.etags[i]) for i in range(len(keys))
+            (dataset._catalog.sizes[i], dataset._catalog.etags[i])
+            for i in range(len(keys))
         ]
         assert len(flat) == len(keys)
     assert requests >= -(-len(keys) // PAGE)
@@ -69,12 +70,27 @@ def test_every_key_comes_once_and_in_order_with_its_size_and_tag(shape):
 
 
 def test_markers_of_folders_are_left_out_and_empty_objects_are_not():
-    keys = ("", "a", "cats/", "cats", "cats/1.jpg", "cats/empty", "cats-2", "dogs/deep/2.jpg")
+    keys = (
+        "",
+        "a",
+        "cats/",
+        "cats",
+        "cats/1.jpg",
+        "cats/empty",
+        "cats-2",
+        "dogs/deep/2.jpg",
+    )
     with ObjectServer(
         {f"train/{key}": b"jpeg" if key.endswith(".jpg") else b"" for key in keys}
     ) as server:
         dataset = ObjectDataset(store_of(server, "train"))
-        assert list(dataset.keys) == ["a", "cats-2", "cats/1.jpg", "cats/empty", "dogs/deep/2.jpg"]
+        assert list(dataset.keys) == [
+            "a",
+            "cats-2",
+            "cats/1.jpg",
+            "cats/empty",
+            "dogs/deep/2.jpg",
+        ]
         assert [bytes(dataset[index].data) for index in range(5)] == [
             b"",
             b"",
@@ -92,7 +108,8 @@ def test_keys_that_differ_by_a_slash_at_an_end_are_an_error_and_the_marker_of_a_
         store = store_of(server)
         for dataset in (ObjectDataset, LinesDataset):
             with pytest.raises(
-                StoreError, match=r"two objects are listed as 'b\.txt': .* differ by a slash"
+                StoreError,
+                match=r"two objects are listed as 'b\.txt': .* differ by a slash",
             ):
                 dataset(store)
     with ObjectServer({"b.txt": b"one!", other: b""}) as server:
@@ -151,7 +168,9 @@ SEVERAL = [f"{place}{number:03}" for place in "ab" for number in range(600)]
 
 
 @pytest.mark.parametrize("keys", [["a"] * 500, SEVERAL, SEVERAL[:1000], ["b", "a"] * 250])
-@pytest.mark.parametrize(("url", "name"), [("s3://c", "endpoint"), ("gs://c", "base_url")])
+@pytest.mark.parametrize(
+    ("url", "name"), [("s3://c", "endpoint"), ("gs://c", "base_url")]
+)
 def test_a_continuation_token_that_repeats_is_an_error(url, name, keys):
     with (
         endless(keys, name=name) as options,
@@ -168,5 +187,7 @@ def test_pages_without_end_that_the_client_reads_by_itself_are_an_error(place, k
     ):
         LinesDataset(
             place,
-            store=Store("s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)),
+            store=Store(
+                "s3://c", options=options, timeout=0.3, retry=RetryPolicy(deadline=0.3)
+            ),
         )

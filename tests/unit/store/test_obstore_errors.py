@@ -32,7 +32,9 @@ def error_of(store, **options):
     """The error of one GET, of a range if `options` do not say otherwise."""
 
     async def request():
-        result = await obstore.get_async(store, "a", options={"range": (0, 100), **options})
+        result = await obstore.get_async(
+            store, "a", options={"range": (0, 100), **options}
+        )
         return await result.bytes_async()
 
     with pytest.raises(NATIVE_ERRORS) as failed:
@@ -69,12 +71,12 @@ def test_status_is_in_the_text(server):
 
 
 def test_body_of_a_refusal_is_in_the_text(server):
-    body = (
-        "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-    )
+    body = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
     error = error_of(opened(server, Fault("status", status=400, body=body)))
     check(error, Cause.EXPIRED, 400)
-    assert "ExpiredToken: The provided token has expired." in describe_error(error), RELEASE
+    assert "ExpiredToken: The provided token has expired." in describe_error(error), (
+        RELEASE
+    )
 
 
 def test_condition_that_fails(server):

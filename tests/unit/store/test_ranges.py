@@ -24,7 +24,9 @@ GAPS, LARGEST = st.integers(0, 600), st.integers(1, 3000)
 
 
 def ranges_of(triples):
-    return Ranges(*(np.array([triple[i] for triple in triples], dtype=np.int64) for i in range(3)))
+    return Ranges(
+        *(np.array([triple[i] for triple in triples], dtype=np.int64) for i in range(3))
+    )
 
 
 @given(RANGES, GAPS, LARGEST)
@@ -38,7 +40,9 @@ def test_each_range_is_covered_once_and_neighbours_are_joined_as_far_as_allowed(
     for span in spans:
         members = [triples[i] for i in span.members]
         assert members == sorted(members, key=lambda member: member[1])
-        assert span.stop - span.start <= max(largest, *(stop - start for _, start, stop in members))
+        assert span.stop - span.start <= max(
+            largest, *(stop - start for _, start, stop in members)
+        )
         reached = span.start
         for number, start, stop in members:
             assert number == span.object
@@ -67,8 +71,12 @@ def test_what_is_read_is_what_was_asked_for(triples, largest):
 
 def test_objects_of_a_terabyte_and_numbers_far_apart_are_kept_apart():
     big = 2**40
-    spans = plan_spans(ranges_of([(2**60, big, big + 5), (7, 0, 1), (2**60, big + 5, big + 9)]))
-    assert [(span.object, span.start, span.stop, span.members.tolist()) for span in spans] == [
+    spans = plan_spans(
+        ranges_of([(2**60, big, big + 5), (7, 0, 1), (2**60, big + 5, big + 9)])
+    )
+    assert [
+        (span.object, span.start, span.stop, span.members.tolist()) for span in spans
+    ] == [
         (7, 0, 1, [1]),
         (2**60, big, big + 9, [0, 2]),
     ]

@@ -31,7 +31,9 @@ def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand(
         redact_text("""at "http://a:b@h/x?q=1", 'http://a:b@h/y?q=1'""")
         == """at "http://h/x", 'http://h/y'"""
     )
-    assert redact_text("key hush and hush-hush", ["hush", "hush-hush"]) == "key *** and ***"
+    assert (
+        redact_text("key hush and hush-hush", ["hush", "hush-hush"]) == "key *** and ***"
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,10 +41,16 @@ def test_urls_end_where_a_quote_does_and_secrets_are_masked_wherever_they_stand(
     [
         ("no /b/k?X-Amz-Credential=AKIA%2F1&X-Amz-Signature=hush sorry", "no /b/k sorry"),
         ("no /b/k?verify=hush", "no /b/k"),
-        ("GET https://me:hush@h/k?hush (https://me:hush@h/k?hush)", "GET https://h/k (https://h/k"),
+        (
+            "GET https://me:hush@h/k?hush (https://me:hush@h/k?hush)",
+            "GET https://h/k (https://h/k",
+        ),
         ("https:\\/\\/host\\/k?sig=hush", "https:\\/\\/host\\/k"),
         ("k%3FX-Amz-Signature%3Dhush%26b", "k%3FX-Amz-Signature%3D***"),
-        ("k&amp;X-Amz-Security-Token=hush&amp;a=b", "k&amp;X-Amz-Security-Token=***&amp;a=b"),
+        (
+            "k&amp;X-Amz-Security-Token=hush&amp;a=b",
+            "k&amp;X-Amz-Security-Token=***&amp;a=b",
+        ),
         (
             "AWSAccessKeyId=hush Expires=3&Signature=hush",
             "AWSAccessKeyId=*** Expires=3&Signature=***",
@@ -81,4 +89,10 @@ def test_credentials_are_found_at_any_depth_and_nothing_else_is():
             "timeout": "30s",
         },
     }
-    assert sorted(secrets_in(options)) == ["a/secret", "hush", "id=a/secret", "quiet", "silence"]
+    assert sorted(secrets_in(options)) == [
+        "a/secret",
+        "hush",
+        "id=a/secret",
+        "quiet",
+        "silence",
+    ]

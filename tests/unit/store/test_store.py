@@ -48,7 +48,9 @@ def test_https_url_of_a_bucket_is_a_bucket_and_not_a_web_server():
     with ObjectServer({f"a b/{i:04}": b"%d" % i for i in range(1500)}) as server:
         options = server.store_options
         del options["region"]  # the URL has it
-        store = hr.Store("https://s3.us-east-1.amazonaws.com/bucket/a%20b", options=options)
+        store = hr.Store(
+            "https://s3.us-east-1.amazonaws.com/bucket/a%20b", options=options
+        )
         dataset = hr.ObjectDataset(store)
         assert (len(dataset), bytes(dataset[1499].data), server.requests()["LIST"]) == (
             1500,
@@ -76,7 +78,8 @@ def test_kind_of_an_https_url_is_that_of_the_store_that_is_opened_for_it(url, ba
 
 def test_containers_of_one_azure_account_are_two_stores():
     first, other = (
-        hr.Store(f"abfss://{name}@account.dfs.core.windows.net/data") for name in ("train", "val")
+        hr.Store(f"abfss://{name}@account.dfs.core.windows.net/data")
+        for name in ("train", "val")
     )
     assert (first.url, first.store_id != other.store_id) == (
         "abfss://train@account.dfs.core.windows.net/data",
@@ -88,9 +91,9 @@ def test_containers_of_one_azure_account_are_two_stores():
 def test_host_may_be_an_ipv6_address(tmp_path):
     def answer(request):
         key = request.path.partition("?")[0].rpartition("/")[2]
-        request.send_object(f"{key}\n".encode()) if key.endswith(".txt") else request.send(
-            404, b"/k?sig=canary"
-        )
+        request.send_object(f"{key}\n".encode()) if key.endswith(
+            ".txt"
+        ) else request.send(404, b"/k?sig=canary")
 
     with answering(answer, host="[::1]") as url:
         shards = hr.LinesDataset(f"{url}/d/{{0..1}}.txt")
@@ -110,7 +113,10 @@ def test_host_may_be_an_ipv6_address(tmp_path):
 def test_datasets_of_one_store_share_one_client():
     with ObjectServer({"a": b"a", "b.txt": b"b\n"}) as server:
         store = store_of(server)
-        objects, lines = hr.ObjectDataset(store, keys=["a"]), hr.LinesDataset("b.txt", store=store)
+        objects, lines = (
+            hr.ObjectDataset(store, keys=["a"]),
+            hr.LinesDataset("b.txt", store=store),
+        )
         assert bytes(objects[0].data) == b"a"
         assert list(lines) == ["b"]
         assert objects._store is lines._parts[0].store

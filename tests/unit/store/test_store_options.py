@@ -30,7 +30,11 @@ def no_variables(monkeypatch):
             {"endpoint": "minio:9000"},
             "its endpoint must begin with http:// or https://",
         ),
-        ("s3://bucket", {"endpoint": ""}, "its endpoint must begin with http:// or https://"),
+        (
+            "s3://bucket",
+            {"endpoint": ""},
+            "its endpoint must begin with http:// or https://",
+        ),
     ],
 )
 def test_misspelt_urls_and_options_are_named(url, options, says):
@@ -54,11 +58,18 @@ def client_of(url, options):
             None,
         ),
         ("gs://bucket", {"base_url": "http://10.0.0.7"}, {}, True),
-        ("abfss://container", {}, {"AZURE_STORAGE_ENDPOINT": "http://10.0.0.7/account"}, True),
+        (
+            "abfss://container",
+            {},
+            {"AZURE_STORAGE_ENDPOINT": "http://10.0.0.7/account"},
+            True,
+        ),
         ("https://10.0.0.7/data", {}, {}, None),
     ],
 )
-def test_allow_http_is_inferred_from_the_endpoint(monkeypatch, url, options, environment, allowed):
+def test_allow_http_is_inferred_from_the_endpoint(
+    monkeypatch, url, options, environment, allowed
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert client_of(url, options).get("allow_http") is allowed
@@ -66,7 +77,9 @@ def test_allow_http_is_inferred_from_the_endpoint(monkeypatch, url, options, env
 
 @pytest.mark.parametrize("url", ["s3://bucket", "s3a://b", "gs://b", "az://b"])
 def test_client_options_are_found_beside_those_of_the_store(url):
-    client = client_of(url, {"timeout": "5s", "client_options": {"Proxy_URL": "http://mine"}})
+    client = client_of(
+        url, {"timeout": "5s", "client_options": {"Proxy_URL": "http://mine"}}
+    )
     assert client == {"proxy_url": "http://mine", "timeout": "5s"}
 
 
@@ -92,16 +105,20 @@ def spellings(headers):
 def test_default_headers_make_another_store_in_each_spelling():
     plain = store_id("s3://bucket", {}, None)
     of_a = {
-        store_id("s3://bucket", options, None) for options in spellings({"x-tenant": "tenant-a"})
+        store_id("s3://bucket", options, None)
+        for options in spellings({"x-tenant": "tenant-a"})
     }
     of_b = {
-        store_id("s3://bucket", options, None) for options in spellings({"X-Tenant": b"tenant-b"})
+        store_id("s3://bucket", options, None)
+        for options in spellings({"X-Tenant": b"tenant-b"})
     }
     assert len(of_a) == len(of_b) == 1
     assert len({plain, *of_a, *of_b}) == 3
     assert "tenant" not in str(of_a | of_b)
     backends = [
-        HTTPStore("http://host", client_options={"allow_http": True, "default_headers": h})
+        HTTPStore(
+            "http://host", client_options={"allow_http": True, "default_headers": h}
+        )
         for h in ({}, {"a": "b"})
     ]
     assert len({store_id("http://host", {}, backend) for backend in backends}) == 2
@@ -115,15 +132,19 @@ def test_credentials_do_not_make_another_store_and_options_beside_them_do():
         "X-Auth-Token": "hush",
         "user-agent": "mine/2",
     }
-    assert {store_id("https://host", options, None) for options in spellings(headers)[:2]} == {
-        plain
-    }
+    assert {
+        store_id("https://host", options, None) for options in spellings(headers)[:2]
+    } == {plain}
     assert store_id("https://host", {"default_headers": {}}, None) == plain
 
     def of(endpoint, secret):
         return store_id(
-            "s3://bucket", {"config": {"endpoint": endpoint, "secret_access_key": secret}}, None
+            "s3://bucket",
+            {"config": {"endpoint": endpoint, "secret_access_key": secret}},
+            None,
         )
 
-    assert of("http://one", "hush") == of("http://one", "other") != of("http://two", "hush")
+    assert (
+        of("http://one", "hush") == of("http://one", "other") != of("http://two", "hush")
+    )
     assert "hush" not in str(of("http://one", "hush"))

@@ -34,13 +34,16 @@ def server(shared):
 
 
 def read(server, key, checksum=None):
-    dataset = ObjectDataset(store_of(server, retry=QUICK), keys=[key], checksums=[checksum])
+    dataset = ObjectDataset(
+        store_of(server, retry=QUICK), keys=[key], checksums=[checksum]
+    )
     return bytes(dataset[0].data)
 
 
 def spans(server):
     return sorted(
-        tuple(map(int, seen.span.removeprefix("bytes=").split("-"))) for seen in server.seen()
+        tuple(map(int, seen.span.removeprefix("bytes=").split("-")))
+        for seen in server.seen()
     )
 
 
@@ -53,7 +56,9 @@ def spans(server):
         ("large", BODY, 4),
     ],
 )
-def test_up_to_16_mib_are_one_request_and_the_rest_comes_in_parts(server, key, body, requests):
+def test_up_to_16_mib_are_one_request_and_the_rest_comes_in_parts(
+    server, key, body, requests
+):
     assert read(server, key) == body
     asked = spans(server)
     assert len(asked) == requests
@@ -95,13 +100,17 @@ def test_a_checksum_is_of_the_whole(server):
 @pytest.mark.parametrize("size", [200 * 10**12, 7 * 2**60, 2**64 - 1])
 def test_a_size_beyond_memory_is_an_error_with_key_and_size(size):
     listing = f"<ListBucketResult><Contents><Key>a</Key><Size>{size}</Size>"
-    listing += "<LastModified>2020-01-01T00:00:00Z</LastModified></Contents></ListBucketResult>"
+    listing += (
+        "<LastModified>2020-01-01T00:00:00Z</LastModified></Contents></ListBucketResult>"
+    )
 
     def answer(request):
         if "list-type" in request.path:
             request.send(200, listing.encode())
         else:
-            request.send(206, bytes(LARGE), {"Content-Range": f"bytes 0-{LARGE - 1}/{size}"})
+            request.send(
+                206, bytes(LARGE), {"Content-Range": f"bytes 0-{LARGE - 1}/{size}"}
+            )
 
     with answering(answer) as url:
         options = {"endpoint": url, "skip_signature": True, "region": "x"}

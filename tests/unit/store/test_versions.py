@@ -88,7 +88,9 @@ def test_store_without_tags_in_its_answers_is_asked_to_compare():
 def test_cached_window_is_of_the_version_of_the_shard_without_a_tag(tmp_path):
     versions = [np.full(64, number, np.uint16).tobytes() for number in (0, 1)]
     headers, current = HEADERS["time"], 0
-    with answering(lambda request: request.send_object(versions[current], headers[current])) as url:
+    with answering(
+        lambda request: request.send_object(versions[current], headers[current])
+    ) as url:
         for current in (0, 1):
             windows = hr.TokenDataset("x.bin", store=url, seq_len=8, dtype="uint16")
             assert windows.cache(tmp_path / "cache")[0].tolist() == [current] * 8
@@ -101,7 +103,11 @@ def test_cached_window_is_of_the_version_of_the_shard_without_a_tag(tmp_path):
         (('"a"', None), ('W/"a"', None), True),
         (('"a"', "2024-01-01T00:00:01"), ('"a"', "2024-01-01T00:00:02"), True),
         (('W/"a"', "2024-01-01T00:00:01"), ('W/"a"', "2024-01-01T00:00:02"), False),
-        ((None, "2024-01-01T00:00:01.250000+00:00"), (None, "2024-01-01T00:00:01+00:00"), True),
+        (
+            (None, "2024-01-01T00:00:01.250000+00:00"),
+            (None, "2024-01-01T00:00:01+00:00"),
+            True,
+        ),
     ],
 )
 def test_versions_are_compared_by_tag_and_else_by_time(known, found, same):

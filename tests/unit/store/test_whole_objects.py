@@ -50,7 +50,9 @@ async def test_part_is_cut_out_of_the_whole_object_with_one_warning():
         with warnings.catch_warnings(action="error"):
             assert bytes(await client.read("a", 0, 10)) == BODY[:10]
         assert bytes((await client.read_end("a", 5)).data)[-5:] == BODY[-5:]
-    assert server.asked[2:] == [None] * (len(server.asked) - 2), "known from the first request on"
+    assert server.asked[2:] == [None] * (len(server.asked) - 2), (
+        "known from the first request on"
+    )
 
 
 @pytest.mark.parametrize("cuts", [[0], [1, 500_001], [len(BODY) - 1]])
@@ -59,7 +61,9 @@ def test_truncated_body_of_a_shard_is_requested_again(cuts):
     with answering(server) as url:
         server.cuts.extend([0, *cuts])  # the first, for a range, is not read
         lines = list(
-            hr.LinesDataset(f"{url}/a.txt", store=hr.Store(url, retry=QUICK), chunk_bytes=50_000)
+            hr.LinesDataset(
+                f"{url}/a.txt", store=hr.Store(url, retry=QUICK), chunk_bytes=50_000
+            )
         )
     assert lines == [f"{number:0799}" for number in range(300)]
 
@@ -86,5 +90,7 @@ async def test_large_object_is_an_error_that_has_its_size(read):
         with pytest.raises(
             hr.StoreError, match=f"all {LARGEST_WHOLE + 1} bytes come.* 64 MiB"
         ) as failed:
-            await (client.read("a", 0, 10) if read == "read" else client.read_start("a", 10))
+            await (
+                client.read("a", 0, 10) if read == "read" else client.read_start("a", 10)
+            )
     assert failed.value.attempts == 1

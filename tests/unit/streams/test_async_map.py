@@ -80,7 +80,9 @@ def divisible_by_four(sample):
 
 
 def loader_of(dataset, **options):
-    return hr.DataLoader(dataset, options.pop("batch_size", 4), collate_fn=list, **options)
+    return hr.DataLoader(
+        dataset, options.pop("batch_size", 4), collate_fn=list, **options
+    )
 
 
 def samples_of(loader):
@@ -158,7 +160,9 @@ def test_an_error_names_row_key_stage_and_function(make):
 def test_skipped_errors_leave_out_the_row_only(make):
     images = Images(failing={7, 8, 30})
     with loader_of(make().map(images.fetch), on_error="skip") as loader:
-        assert samples_of(loader) == [10 * row for row in range(60) if row not in images.failing]
+        assert samples_of(loader) == [
+            10 * row for row in range(60) if row not in images.failing
+        ]
         assert loader.stats().skipped_samples == 3
 
 
@@ -266,7 +270,11 @@ def test_slow_rows_are_hedged(make):
     async def fetch(row):
         calls[row] += 1
         # the first call for a row never ends
-        await (asyncio.Event().wait() if row == 150 and calls[row] == 1 else asyncio.sleep(0.001))
+        await (
+            asyncio.Event().wait()
+            if row == 150 and calls[row] == 1
+            else asyncio.sleep(0.001)
+        )
         return row
 
     with loader_of(make(200).map(fetch), hedge="auto") as loader:

@@ -38,7 +38,9 @@ def test_indexing_on_the_background_loop_raises_instead_of_deadlocking():
 
 
 def test_undefined_method_error_names_the_method():
-    with pytest.raises(NotImplementedError, match="AsyncDataset must define `async def aget"):
+    with pytest.raises(
+        NotImplementedError, match="AsyncDataset must define `async def aget"
+    ):
         AsyncDataset()[0]
     with pytest.raises(NotImplementedError, match="AsyncIterableDataset must define"):
         iter(AsyncIterableDataset())
@@ -56,7 +58,9 @@ def test_forked_process_has_its_own_background_loop(held):
             signal.alarm(20)
             status = 1
             try:
-                status = 0 if SQUARES[2] == 4 and background_loop() is not parents_loop else 2
+                status = (
+                    0 if SQUARES[2] == 4 and background_loop() is not parents_loop else 2
+                )
             finally:
                 os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -48,9 +48,9 @@ def loaded(dataset, **options):
 
 def test_samples_of_all_parts_are_fetched_concurrently():
     first = Together(4)  # as many as are fetched before the size of a sample is known
-    assert loaded(data.ConcatDataset([data.Subset(first, [0, 1]), data.Subset(first, [2, 3])])) == [
-        *range(4)
-    ]
+    assert loaded(
+        data.ConcatDataset([data.Subset(first, [0, 1]), data.Subset(first, [2, 3])])
+    ) == [*range(4)]
 
 
 def test_negative_index_counts_from_the_end():
@@ -63,10 +63,14 @@ def test_negative_index_counts_from_the_end():
 def test_error_has_the_sample_key_of_the_part():
     with pytest.raises(KeyError) as caught:
         loaded(data.Subset(Named("a"), [1, 7]))
-    assert caught.value.__notes__ == ["headrace: stage fetch, batch 1, index 1, key 'a/7'"]
+    assert caught.value.__notes__ == [
+        "headrace: stage fetch, batch 1, index 1, key 'a/7'"
+    ]
     both = unwrap(data.ConcatDataset([Named("a"), Named("b")]))[0]
     assert both.sample_key(5) == "b/1"
-    assert unwrap(data.StackDataset(Named("a"), Named("b")))[0].sample_key(2) == "a/2 + b/2"
+    assert (
+        unwrap(data.StackDataset(Named("a"), Named("b")))[0].sample_key(2) == "a/2 + b/2"
+    )
 
 
 def test_set_epoch_reaches_the_parts():

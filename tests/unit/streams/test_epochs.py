@@ -65,7 +65,9 @@ def in_generator():
 
 WRAPPERS = {
     "held": lambda: Packed(shuffled()),
-    "held in containers": lambda: Packed({"name": "text", "streams": (shuffled(), "weights")}),
+    "held in containers": lambda: Packed(
+        {"name": "text", "streams": (shuffled(), "weights")}
+    ),
     "own set_epoch": lambda: OwnSetEpoch(shuffled()),
     "held under split": lambda: Packed(shuffled()).split(),
     "torch's sampler": Sampled,
@@ -75,7 +77,12 @@ WRAPPERS = {
 }
 
 
-IN_PROCESSES = ["own set_epoch", "held under split", "generator", "torch's kind around own"]
+IN_PROCESSES = [
+    "own set_epoch",
+    "held under split",
+    "generator",
+    "torch's kind around own",
+]
 
 
 def epochs_of(loader, count=3):
@@ -132,7 +139,10 @@ def test_set_epoch_of_loader_reaches_persistent_workers_of_torch_dataset():
 
 
 def test_order_does_not_depend_on_the_wrapper_of_the_stream():
-    with hr.DataLoader(shuffled(), 4) as plain, hr.DataLoader(in_generator(), 4) as generated:
+    with (
+        hr.DataLoader(shuffled(), 4) as plain,
+        hr.DataLoader(in_generator(), 4) as generated,
+    ):
         assert epochs_of(plain) == epochs_of(generated)
 
 
@@ -173,7 +183,9 @@ def mixed(part):
 
 def rounds(samples, length):
     own = [sample for sample in samples if sample < 1000]
-    return [tuple(own[at : at + length]) for at in range(0, len(own) - length + 1, length)]
+    return [
+        tuple(own[at : at + length]) for at in range(0, len(own) - length + 1, length)
+    ]
 
 
 @pytest.mark.parametrize(

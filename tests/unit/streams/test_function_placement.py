@@ -78,7 +78,9 @@ class Stream(hr.AsyncIterableDataset):
 MAP_STYLE = {
     "map": lambda d: hr.concat([d]).map(again),
     "concat": lambda d: hr.concat([d, Samples("b").map(again), Samples("c")]),
-    "concat of ranges": lambda d: hr.concat([d, RangedSamples().map(again), RangedSamples()]),
+    "concat of ranges": lambda d: hr.concat(
+        [d, RangedSamples().map(again), RangedSamples()]
+    ),
     "concat of batched": lambda d: hr.concat(
         [d, BatchedSamples("b").map(again), BatchedSamples("c")]
     ),
@@ -109,7 +111,9 @@ def loaded(dataset, **options):
 @pytest.mark.parametrize(
     ("num_workers", "placement"), [(0, "thread"), (0, "process"), (2, "process")]
 )
-@pytest.mark.parametrize(("kinds", "sources"), [(MAP_STYLE, SOURCES), (STREAMS, {"": Stream})])
+@pytest.mark.parametrize(
+    ("kinds", "sources"), [(MAP_STYLE, SOURCES), (STREAMS, {"": Stream})]
+)
 def test_functions_run_off_the_loop_that_fetches(kinds, sources, num_workers, placement):
     parts = {
         (name, of): kinds[name](make().map(off_the_loop))

@@ -26,7 +26,11 @@ def test_stream_without_a_seed_takes_that_of_the_loader(tmp_path, options):
     own = read(lines(tmp_path, seed=3), **options)
     assert read(lines(tmp_path), seed=3, **options) == own
     assert read(lines(tmp_path, seed=3), seed=4, **options) == own
-    assert read(lines(tmp_path), **options) == read(lines(tmp_path, seed=0), **options) != own
+    assert (
+        read(lines(tmp_path), **options)
+        == read(lines(tmp_path, seed=0), **options)
+        != own
+    )
 
 
 def test_state_of_a_stream_is_of_the_seed_of_its_loader(tmp_path):

@@ -101,7 +101,9 @@ def test_rank_given_to_a_part_is_the_same_in_a_process_and_for_the_other_parts()
         with hr.DataLoader(mixed, placement=placement) as loader:
             orders.append([batch.item() for batch in loader])
     assert orders[0] == orders[1]
-    with pytest.raises(ValueError, match=r"\(40\)\.split\(\) was given.*\(90\)\.split\(\) in the"):
+    with pytest.raises(
+        ValueError, match=r"\(40\)\.split\(\) was given.*\(90\)\.split\(\) in the"
+    ):
         iter(hr.DataLoader(hr.concat([part, Count(90).split()])))
 
 

@@ -26,7 +26,9 @@ def fail_at_some(row):
 def lines(folder, **options):
     for file in range(3):
         rows = ({"file": f"{file}.jsonl", "row": row} for row in range(1, 10 + 20 * file))
-        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{file}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return hr.LinesDataset(folder, **options)
 
 
@@ -43,7 +45,11 @@ def lines(folder, **options):
 def test_failure_has_the_place_of_its_sample(tmp_path, make, num_workers, read):
     found = []
     stream = make(tmp_path)
-    arguments = {"transform": fail_at_some, "num_workers": num_workers, "collate_fn": list}
+    arguments = {
+        "transform": fail_at_some,
+        "num_workers": num_workers,
+        "collate_fn": list,
+    }
     skip = lambda failure: found.append((failure.message, failure.key)) or "skip"  # noqa: E731
     with hr.DataLoader(READ[read](stream), 5, on_error=skip, **arguments) as loader:
         iterator = iter(loader)

@@ -18,7 +18,10 @@ def pack(documents, *args, **options):
     """The sequences as dicts of lists."""
     packed = stream(*documents).pack(*args, **options)
     return [
-        {name: row if type(row) is list else row.tolist() for name, row in sequence.items()}
+        {
+            name: row if type(row) is list else row.tolist()
+            for name, row in sequence.items()
+        }
         for sequence in packed
     ]
 
@@ -27,7 +30,8 @@ def numbered(lengths):
     """Documents in which all tokens differ."""
     ends = list(itertools.accumulate(lengths))
     return [
-        list(range(end - length + 1, end + 1)) for length, end in zip(lengths, ends, strict=True)
+        list(range(end - length + 1, end + 1))
+        for length, end in zip(lengths, ends, strict=True)
     ]
 
 
@@ -56,13 +60,19 @@ def test_every_token_comes_once_in_the_order_of_its_document(
     tokens = numbered([length for length, _ in lengths])
     documents = [
         {"tokens": document, "images": images, "number": number}
-        for number, (document, (_, images)) in enumerate(zip(tokens, lengths, strict=True))
+        for number, (document, (_, images)) in enumerate(
+            zip(tokens, lengths, strict=True)
+        )
     ]
     packed = pack(documents, seq_len, strategy, window=window, labels="next", **options)
     kept = seq_len if options["too_long"] == "truncate" else None
-    following = dict(pair for document in tokens for pair in itertools.pairwise(document[:kept]))
+    following = dict(
+        pair for document in tokens for pair in itertools.pairwise(document[:kept])
+    )
     for each in packed:
-        assert each.pop("labels") == [following.get(token, -100) for token in each["tokens"]]
+        assert each.pop("labels") == [
+            following.get(token, -100) for token in each["tokens"]
+        ]
     assert packed == reference.packed(documents, seq_len, strategy, window, **options)
     if options["too_long"] == "cut":
         given_tokens = [token for each in packed for token in each["tokens"] if token]
@@ -88,7 +98,11 @@ def test_fields_of_dicts_are_packed_beside_their_tokens():
             "labels": np.uint16([1, 2, 3]),
             "weight": np.float32([0.5, 1, 1]),
         },
-        {"ids": np.uint16([4, 5]), "labels": np.uint16([4, 5]), "weight": np.array([2, 2], ">f4")},
+        {
+            "ids": np.uint16([4, 5]),
+            "labels": np.uint16([4, 5]),
+            "weight": np.array([2, 2], ">f4"),
+        },
     ]
     (packed,) = stream(*documents).pack(6, "best_fit", fields=("ids", "labels", "weight"))
     assert {name: row.tolist() for name, row in packed.items()} == {
@@ -118,8 +132,14 @@ COUNTED = {"tokens": [7], "images": 2, "source": "a"}
             MASKED,
             {"fields": ("ids", "mask")},
             [
-                ({"tokens": [1], "mask": [1]}, r"has 'ids': object \(\), 'mask': int64 \(1,\)"),
-                ({"ids": [1, 2], "mask": [1]}, r"'ids': int64 \(2,\), 'mask': int64 \(1,\)"),
+                (
+                    {"tokens": [1], "mask": [1]},
+                    r"has 'ids': object \(\), 'mask': int64 \(1,\)",
+                ),
+                (
+                    {"ids": [1, 2], "mask": [1]},
+                    r"'ids': int64 \(2,\), 'mask': int64 \(1,\)",
+                ),
                 ({"ids": [0.5], "mask": [1]}, "float64"),
                 ({"ids": [[1]], "mask": [[1]]}, r"\(1, 1\)"),
                 ({"ids": [1], "mask": ["text"]}, "'mask': <U4"),
@@ -138,7 +158,10 @@ COUNTED = {"tokens": [7], "images": 2, "source": "a"}
                     {**COUNTED, "images": 4},
                     r"a document alone has \[4\], more than limits={'images': 3}",
                 ),
-                ({"tokens": [7], "source": "a"}, r"in place of \['images', 'source', 'tokens'\]"),
+                (
+                    {"tokens": [7], "source": "a"},
+                    r"in place of \['images', 'source', 'tokens'\]",
+                ),
                 ([7], r"the keys \['tokens'\] in place of"),
             ],
         ),

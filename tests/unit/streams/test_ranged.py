@@ -18,7 +18,10 @@ ORDER = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).tolist(
 @pytest.fixture
 def server():
     with ObjectServer(
-        {f"{number}.bin": TOKENS[number * 20_000 :][:20_000].tobytes() for number in range(2)}
+        {
+            f"{number}.bin": TOKENS[number * 20_000 :][:20_000].tobytes()
+            for number in range(2)
+        }
     ) as server:
         yield server
 
@@ -42,7 +45,9 @@ def expected(order):
 
 
 @pytest.mark.parametrize(("placement", "num_workers"), [("thread", 0), ("process", 2)])
-def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(server, placement, num_workers):
+def test_shuffled_epoch_within_the_look_ahead_takes_few_requests(
+    server, placement, num_workers
+):
     dataset = windows(server)
     sampler = hr.BlockShuffleSampler(dataset, block_size=250, blocks_at_once=4, seed=0)
     options = {
@@ -83,7 +88,9 @@ class Pairs(hr.TokenDataset):
         return window[:-1], window[1:]
 
 
-@pytest.mark.parametrize("loader_of", [hr.DataLoader, TorchDataLoader], ids=["headrace", "torch"])
+@pytest.mark.parametrize(
+    "loader_of", [hr.DataLoader, TorchDataLoader], ids=["headrace", "torch"]
+)
 def test_subclass_with_its_own_aget_is_read_by_it(server, loader_of):
     dataset = windows(server, Pairs)
     assert not capabilities(dataset).ranges
@@ -106,13 +113,17 @@ def test_reads_of_single_samples_are_joined(server):
 def test_missing_shard_fails_only_its_samples_each_by_name(server):
     dataset = windows(server)
     server.delete("1.bin")
-    with hr.DataLoader(dataset, batch_size=10, sampler=ORDER[:60], on_error="skip") as loader:
+    with hr.DataLoader(
+        dataset, batch_size=10, sampler=ORDER[:60], on_error="skip"
+    ) as loader:
         delivered = torch.cat(list(loader))
         failures = loader.stats().skipped
     good = [index for index in ORDER[:60] if index < 500]
     assert torch.equal(delivered, expected(good))
     assert len(failures) <= 100  # all of them are listed
-    assert sorted(failure.index for failure in failures) == sorted(set(ORDER[:60]) - set(good))
+    assert sorted(failure.index for failure in failures) == sorted(
+        set(ORDER[:60]) - set(good)
+    )
     assert {failure.key for failure in failures} == {
         dataset.sample_key(failure.index) for failure in failures
     }

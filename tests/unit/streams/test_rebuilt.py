@@ -51,7 +51,9 @@ class DividedStream(hr.AsyncIterableDataset):
 
     async def __aiter__(self):
         worker = get_worker_info()
-        for number in range(10) if worker is None else range(worker.id, 10, worker.num_workers):
+        for number in (
+            range(10) if worker is None else range(worker.id, 10, worker.num_workers)
+        ):
             await asyncio.sleep(0)
             yield number
 
@@ -69,17 +71,25 @@ def rebuilt(loader, **options):
     if isinstance(loader.dataset, IterableDataset) or not loader.batch_sampler:
         order = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     names = ("dataset", "num_workers", "collate_fn", "generator", "worker_init_fn")
-    return TorchDataLoader(**{name: getattr(loader, name) for name in names} | order | options)
+    return TorchDataLoader(
+        **{name: getattr(loader, name) for name in names} | order | options
+    )
 
 
 def numbers(loader):
-    return [number for batch in loader for number in torch.as_tensor(batch).reshape(-1).tolist()]
+    return [
+        number
+        for batch in loader
+        for number in torch.as_tensor(batch).reshape(-1).tolist()
+    ]
 
 
 @pytest.mark.parametrize("dataset", [Numbers(10), DuckMap(), range(10), Stream(), DuckStream(), SizedDuckStream()],
                          ids=lambda dataset: type(dataset).__name__)  # fmt: skip
 @pytest.mark.parametrize(("batch_size", "num_workers"), [(4, 0), (None, 0), (4, 2)])
-def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size, num_workers):
+def test_rebuilt_loader_applies_the_transform_and_warns_once(
+    dataset, batch_size, num_workers
+):
     loader = hr.DataLoader(
         dataset, batch_size=batch_size, num_workers=num_workers, transform=tenfold
     )
@@ -100,7 +110,9 @@ def test_rebuilt_loader_applies_the_transform_and_warns_once(dataset, batch_size
 
 def test_rebuilt_loader_of_an_async_dataset_warns_without_a_transform_too():
     with pytest.warns(RuntimeWarning, match="headrace's engine does not run"):
-        assert numbers(rebuilt(hr.DataLoader(Numbers(10), batch_size=4))) == list(range(10))
+        assert numbers(rebuilt(hr.DataLoader(Numbers(10), batch_size=4))) == list(
+            range(10)
+        )
 
 
 def test_torch_dataset_without_transform_is_rebuilt_without_a_warning():
@@ -182,11 +194,15 @@ def test_attributes_of_the_collate_fn_are_those_of_the_users():
     ("stream", "num_workers"),
     [(Stream(), 3), (DuckStream(), 3), (DividedStream(), 0), (DividedStream(), 3)],
 )
-def test_torch_loader_yields_a_stream_once_with_any_number_of_workers(stream, num_workers):
+def test_torch_loader_yields_a_stream_once_with_any_number_of_workers(
+    stream, num_workers
+):
     shown = hr.DataLoader(stream).dataset
     assert isinstance(shown, IterableDataset)
     assert isinstance(shown, type(stream))
-    assert sorted(numbers(TorchDataLoader(shown, num_workers=num_workers))) == list(range(10))
+    assert sorted(numbers(TorchDataLoader(shown, num_workers=num_workers))) == list(
+        range(10)
+    )
 
 
 def test_stream_adapter_has_the_attributes_and_length_of_the_stream():
@@ -205,7 +221,9 @@ def test_stream_adapter_has_the_attributes_and_length_of_the_stream():
 
 def test_stream_of_shards_of_a_rank_divides_itself_among_torch_workers(tmp_path):
     for shard in range(4):
-        (tmp_path / f"{shard}.txt").write_text("".join(f"{shard}{line}\n" for line in range(5)))
+        (tmp_path / f"{shard}.txt").write_text(
+            "".join(f"{shard}{line}\n" for line in range(5))
+        )
     lines = hr.LinesDataset(str(tmp_path / "*.txt"))
     shown = hr.DataLoader(lines.map(int)).dataset
     spawned = {"multiprocessing_context": "spawn"}  # obstore does not survive a fork

@@ -34,7 +34,11 @@ class OfOneRank(datasets.Numbers):
     [
         (Numbers().shuffle(2), {}, r"\.split\(\).*get_rank_info"),
         (datasets.Numbers(4), {}, r"sampler=headrace\.ElasticSampler"),
-        (datasets.Numbers(4).map(abs), {"shuffle": True}, r"sampler=headrace\.ElasticSampler"),
+        (
+            datasets.Numbers(4).map(abs),
+            {"shuffle": True},
+            r"sampler=headrace\.ElasticSampler",
+        ),
         (
             datasets.Numbers(4),
             {"shuffle": True, "seed": 0, "batch_size": None},
@@ -42,7 +46,9 @@ class OfOneRank(datasets.Numbers):
         ),
     ],
 )
-def test_loader_warns_once_of_a_dataset_that_is_not_divided(as_rank, dataset, options, remedy):
+def test_loader_warns_once_of_a_dataset_that_is_not_divided(
+    as_rank, dataset, options, remedy
+):
     as_rank(1, 2)
     with hr.DataLoader(dataset, **options) as loader:
         with pytest.warns(
@@ -80,7 +86,9 @@ def test_loader_does_not_warn_of_one_rank_or_of_a_dataset_or_a_sampler_that_may_
         list(loader)
 
 
-SHARDS = hr.LinesDataset(in_memory({f"{number}.txt": b"%d\n" % number for number in range(4)}))
+SHARDS = hr.LinesDataset(
+    in_memory({f"{number}.txt": b"%d\n" % number for number in range(4)})
+)
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,19 @@ def test_sample_that_kills_its_worker_before_batching_loses_no_other():
 
 def test_function_or_result_that_cannot_be_pickled_is_named_and_loses_no_other_sample():
     lock = threading.Lock()
-    loader = hr.DataLoader(Count(4).filter(lambda sample: lock), num_workers=1, placement="thread")
-    with loader, pytest.raises(hr.errors.NotPicklableError, match=r"filter function.*lambda"):
+    loader = hr.DataLoader(
+        Count(4).filter(lambda sample: lock), num_workers=1, placement="thread"
+    )
+    with (
+        loader,
+        pytest.raises(hr.errors.NotPicklableError, match=r"filter function.*lambda"),
+    ):
         next(iter(loader))
-    stream = Count(30).map(lambda i: threading.Lock() if i == 20 else i).filter(lambda sample: True)
+    stream = (
+        Count(30)
+        .map(lambda i: threading.Lock() if i == 20 else i)
+        .filter(lambda sample: True)
+    )
     with hr.DataLoader(stream, batch_size=None, collate_fn=int, num_workers=1) as loader:
         batches = iter(loader)
         assert list(itertools.islice(batches, 20)) == list(range(20))
@@ -77,9 +86,19 @@ def test_function_or_result_that_cannot_be_pickled_is_named_and_loses_no_other_s
         assert list(batches) == list(range(21, 30))
 
 
-def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks_without_a_seed(as_rank):
-    kept = Count(64).map(lambda i: (i, random.random())).filter(lambda sample: sample[1] < 0.6)
-    stream = kept.split().map(lambda sample: (*sample, random.random())).filter(lambda sample: True)
+def test_random_predicates_under_a_split_keep_the_same_samples_on_all_ranks_without_a_seed(
+    as_rank,
+):
+    kept = (
+        Count(64)
+        .map(lambda i: (i, random.random()))
+        .filter(lambda sample: sample[1] < 0.6)
+    )
+    stream = (
+        kept.split()
+        .map(lambda sample: (*sample, random.random()))
+        .filter(lambda sample: True)
+    )
     epochs = []
     for rank in range(2):
         torch.manual_seed(rank)
@@ -127,7 +146,9 @@ def test_stream_is_read_no_further_ahead_than_the_bound(num_workers):
         "num_workers": num_workers,
         "prefetch_factor": 1 if num_workers else None,
     }
-    with hr.DataLoader(Feed().filter(lambda i: True), placement="thread", **options) as loader:
+    with hr.DataLoader(
+        Feed().filter(lambda i: True), placement="thread", **options
+    ) as loader:
         batches = iter(loader)
         for _ in range(20):
             next(batches)
@@ -159,7 +180,9 @@ def test_live_feed_delivers_a_sample_before_the_next_arrives():
 DROPPED = {
     "filter": lambda stream: stream.filter(lambda sample: False),
     "pack": lambda stream: stream.map(lambda sample: []).pack(4),
-    "mix": lambda stream: hr.mix([stream, stream], [1, 2], stop="all").filter(lambda sample: False),
+    "mix": lambda stream: hr.mix([stream, stream], [1, 2], stop="all").filter(
+        lambda sample: False
+    ),
 }
 
 

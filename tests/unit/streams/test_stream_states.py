@@ -79,7 +79,12 @@ COMPOSITIONS = {
         seed=N(3),
     ),
     "mix, all, filtered": lambda: hr.mix(
-        [Count(4).filter(lambda sample: False), Count(3), Count(0), Count(12, 10, bad=[11])],
+        [
+            Count(4).filter(lambda sample: False),
+            Count(3),
+            Count(0),
+            Count(12, 10, bad=[11]),
+        ],
         [2, 1, 1, 2],
         stop="all",
     ),
@@ -95,7 +100,10 @@ COMPOSITIONS = {
         Count(9).shuffle(4)
     ),
     "mix of mixes": lambda: hr.mix(
-        [hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"), Count(106, 100)],
+        [
+            hr.mix([Count(3).shuffle(2), Count(14, 10)], [1, 1], stop="all"),
+            Count(106, 100),
+        ],
         [1, 1],
         stop="all",
     ),
@@ -103,7 +111,9 @@ COMPOSITIONS = {
     "shuffle, errors": lambda: Count(14, bad=[0, 3, 4, 9, 13]).shuffle(N(4), N(1)),
     "shuffle of shuffle": lambda: Count(13, bad=[5]).shuffle(3).shuffle(4),
     "split": lambda: Count(8, bad=[1, 5]).shuffle(3).split(rank=1, world_size=3),
-    "tokens, errors": lambda: hr.batch_by_tokens(Count(15, 1, bad=[2, 7]), N(12), length=N),
+    "tokens, errors": lambda: hr.batch_by_tokens(
+        Count(15, 1, bad=[2, 7]), N(12), length=N
+    ),
     "tokens, buckets": lambda: hr.batch_by_tokens(
         Count(30).map(lambda i: i * 7 % 10 + 1),
         14,
@@ -121,7 +131,13 @@ COMPOSITIONS = {
     "pack, errors": lambda: Count(30, bad=[2, 7]).map(document).pack(9).map(listed),
     "pack, limits": lambda: (
         Count(40, bad=[2, 7])
-        .map(lambda number: {"tokens": document(number), "images": number % 4, "number": number})
+        .map(
+            lambda number: {
+                "tokens": document(number),
+                "images": number % 4,
+                "number": number,
+            }
+        )
         .pack(
             N(17),
             "first_fit",
@@ -141,7 +157,9 @@ COMPOSITIONS = {
         .pack(N(9), np.str_("first_fit"), window=N(3))
         .map(listed)
     ),
-    "inside a generator": lambda: Inside(Count(5).shuffle(2), Count(9, 5).filter(odd)).map(str),
+    "inside a generator": lambda: Inside(
+        Count(5).shuffle(2), Count(9, 5).filter(odd)
+    ).map(str),
     "from_async_iterable of a stream": lambda: hr.from_async_iterable(
         lambda: Count(9, bad=[2]).shuffle(3)
     ).take(N(7)),
@@ -179,7 +197,9 @@ def in_a_loader(dataset):
 
 
 def is_plain(value):
-    parts = value.values() if type(value) is dict else value if type(value) is list else ()
+    parts = (
+        value.values() if type(value) is dict else value if type(value) is list else ()
+    )
     return type(value) in (dict, list, str, int, float, bool, type(None)) and all(
         map(is_plain, parts)
     )
@@ -291,12 +311,16 @@ def test_operations_read_again_only_what_they_held():
         return dataset.reads
 
     def batches(stream):
-        return hr.batch_by_tokens(stream.map(lambda i: i % 10 + 1), 40, length=int, boundaries=[5])
+        return hr.batch_by_tokens(
+            stream.map(lambda i: i % 10 + 1), 40, length=int, boundaries=[5]
+        )
 
     assert asyncio.run(reads(lambda stream: stream.shuffle(50), 725)) == 50 + 24 + 1
     assert asyncio.run(reads(batches, 600)) < 50
     assert (
-        asyncio.run(reads(lambda stream: stream.map(document).pack(30, "best_fit", window=3), 500))
+        asyncio.run(
+            reads(lambda stream: stream.map(document).pack(30, "best_fit", window=3), 500)
+        )
         < 5 * 3 * 30
     )
 
@@ -322,7 +346,11 @@ async def test_samples_that_cannot_be_read_again_are_an_error(operation):
         state = saved(iterator)
         await iterator.aclose()
         for stream, message, times in (
-            (Count(20, 1, bad=range(20)), r"cannot be read again.* ValueError: \d+. Restore", 3),
+            (
+                Count(20, 1, bad=range(20)),
+                r"cannot be read again.* ValueError: \d+. Restore",
+                3,
+            ),
             (Count(2, 1), r"ended after \d samples, but \d had been read", 1),
         ):
             restored = in_a_loader(operation(stream))
@@ -344,13 +372,21 @@ WRONG = {
         Count(9).shuffle(4),
         "saved of 'take', but the stream is 'shuffle' now",
     ),
-    "a user's stream": (Count(9), Count(9).shuffle(4), "saved of a stream without operations"),
+    "a user's stream": (
+        Count(9),
+        Count(9).shuffle(4),
+        "saved of a stream without operations",
+    ),
     "an option": (
         Count(9).take(4),
         Count(9).take(5),
         "saved with count=4, but now there is count=5",
     ),
-    "seed": (hr.mix([Count(9)], [1]), hr.mix([Count(9)], [1], seed=2), "saved with seed=0"),
+    "seed": (
+        hr.mix([Count(9)], [1]),
+        hr.mix([Count(9)], [1], seed=2),
+        "saved with seed=0",
+    ),
     "names of a mix": (
         mixed(a=1, b=2),
         mixed(a=1, b=2, c=1),
@@ -385,13 +421,16 @@ def test_error_while_a_filter_reads_again_is_a_state_error(tmp_path):
         return int(line) % 3
 
     loader, restored = (
-        hr.DataLoader(hr.LinesDataset(tmp_path, format="text").filter(keep), 3) for _ in range(2)
+        hr.DataLoader(hr.LinesDataset(tmp_path, format="text").filter(keep), 3)
+        for _ in range(2)
     )
     with loader, restored:
         assert list(itertools.islice(loader, 4))[3] == ["14", "16", "17"]
         restored.load_state_dict(loader.state_dict())
         lost.append(True)
-        with pytest.raises(hr.StateError, match=r"cannot be read again.*Unprintable: \(no message"):
+        with pytest.raises(
+            hr.StateError, match=r"cannot be read again.*Unprintable: \(no message"
+        ):
             next(iter(restored))
 
 
@@ -413,13 +452,17 @@ STEPS = {
     "concat": lambda: hr.concat(
         [Count(60).filter(often), Count(5), Count(80).filter(often).map(jittered)]
     ),
-    "inside a generator": lambda: Inside(Count(80).filter(often), Count(80).filter(often)),
+    "inside a generator": lambda: Inside(
+        Count(80).filter(often), Count(80).filter(often)
+    ),
 }
 
 
 @pytest.mark.parametrize("stream", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_continues_with_the_random_numbers_of_functions_before_batching(num_workers, stream):
+def test_loader_continues_with_the_random_numbers_of_functions_before_batching(
+    num_workers, stream
+):
     def make():
         return hr.DataLoader(
             stream(), 8, num_workers=num_workers, seed=5, collate_fn=list, on_error="skip"
@@ -447,7 +490,9 @@ class CountOfCaller:
         return iter(range(12))
 
     def state_dict(self, num_samples_yielded, num_workers=0):
-        raise AssertionError("these are the loader's numbers, which only litdata's loader knows")
+        raise AssertionError(
+            "these are the loader's numbers, which only litdata's loader knows"
+        )
 
     def load_state_dict(self, state):
         raise AssertionError

@@ -49,9 +49,13 @@ def records(
     now = 100.0
     for number in range(count):
         called = now
-        lengths = {step: steps.get(step.replace("-", "_").replace(" ", "_"), 0.0) for step in WAITS}
         lengths = {
-            step: length(number) if callable(length) else length for step, length in lengths.items()
+            step: steps.get(step.replace("-", "_").replace(" ", "_"), 0.0)
+            for step in WAITS
+        }
+        lengths = {
+            step: length(number) if callable(length) else length
+            for step, length in lengths.items()
         }
         if not number:
             lengths["plan"] += start_up
@@ -66,7 +70,9 @@ def records(
             work_began=points["worker queue"],
             work_ended=points["work"],
             assembled=points["loop"],
-            fetch_seconds=fetch_seconds(number) if callable(fetch_seconds) else fetch_seconds,
+            fetch_seconds=fetch_seconds(number)
+            if callable(fetch_seconds)
+            else fetch_seconds,
             nbytes=1000,
             load=load(number) if callable(load) else load,
             engine_cpu=cpu * at,
@@ -96,7 +102,11 @@ def report(setup=SETUP, **steps):
         ("memory-budget", {"queue": 0.02, "load": IDLE._replace(held_plans=2)}),
         (
             "throttling",
-            {"fetch": 0.02, "load": FULL, "requests": RequestCounts(requests=10, throttled=2)},
+            {
+                "fetch": 0.02,
+                "load": FULL,
+                "requests": RequestCounts(requests=10, throttled=2),
+            },
         ),
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.95}),
         ("blocked-loop", {"fetch": 0.02, "load": FULL, "blocked": 0.4}),
@@ -108,12 +118,18 @@ def report(setup=SETUP, **steps):
                 "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01,
             },
         ),
-        ("source", {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01}),
+        (
+            "source",
+            {"fetch": 0.02, "fetch_seconds": lambda number: 0.1 if number > 2 else 0.01},
+        ),
         ("order", {"fetch": lambda number: 0.001 if number % 10 else 0.5, "load": IDLE}),
         ("event-loop", {"loop": 0.02, "cpu": 0.95}),
         ("cores", {"fetch": 0.02, "load": FULL, "cpu": 0.3, "queued": 0.6}),
         ("event-loop", {"fetch": 0.02, "load": FULL, "cpu": 0.7, "queued": 0.3}),
-        ("cores", {"worker_queue": 0.001, "work": 0.04, "work_cpu": 0.05, "work_queued": 3.6}),
+        (
+            "cores",
+            {"worker_queue": 0.001, "work": 0.04, "work_cpu": 0.05, "work_queued": 3.6},
+        ),
         ("transport", {"loop": 0.02, "cpu": 0.3}),
         ("workers", {"worker_queue": 0.001, "work": 0.04}),
         ("transport", {"hand_over": 0.02}),
@@ -169,11 +185,17 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
         (auto, {"fetch_seconds": 0.2}, "latency"),  # too few fetches one after the other
         (
             auto,
-            {"load": lambda number: FULL if number < 30 else FULL._replace(limit=16, in_flight=16)},
+            {
+                "load": lambda number: (
+                    FULL if number < 30 else FULL._replace(limit=16, in_flight=16)
+                )
+            },
             "latency",
         ),
     ]:
-        found = report(setup, **{"fetch": 0.02, "load": FULL, "fetch_seconds": 0.02, **steps})
+        found = report(
+            setup, **{"fetch": 0.02, "load": FULL, "fetch_seconds": 0.02, **steps}
+        )
         assert found.limit == limit
         assert ("if the source serves more at once" in str(found)) == (limit == "latency")
 
@@ -214,7 +236,12 @@ def test_adaptive_limit_that_has_tried_more_and_came_back_is_that_of_the_source(
         ("event-loop", {}, {"loop": 0.02, "cpu": 0.95}, {"engines": 4}),
         ("event-loop", {"stream": True}, {"loop": 0.02, "cpu": 0.95}, {}),
         *(
-            ("workers", {"num_workers": 1}, {"work": 0.04, "work_cpu": cpu}, {"num_workers": 5})
+            (
+                "workers",
+                {"num_workers": 1},
+                {"work": 0.04, "work_cpu": cpu},
+                {"num_workers": 5},
+            )
             for cpu in (0.01, 0.9)
         ),
     ],
@@ -246,7 +273,9 @@ def test_fetches_that_take_longer_than_the_first_ones_share_a_link():
 
     crowded = report(fetch=0.02, load=FULL, fetch_seconds=fetch_seconds)
     assert crowded.limit == "source"
-    assert "the first ones, which had to wait for few others, took 10 ms" in crowded.evidence
+    assert (
+        "the first ones, which had to wait for few others, took 10 ms" in crowded.evidence
+    )
     assert report(fetch=0.02, load=FULL, fetch_seconds=0.02).limit == "latency"
 
 
@@ -271,14 +300,22 @@ def test_slow_shard_of_a_stream_is_read_beside_more_others():
 
 @pytest.mark.parametrize(
     ("placement", "searched"),
-    [("process", ', or num_workers="auto", which finds the number'), ("inline", ""), ("ray", "")],
+    [
+        ("process", ', or num_workers="auto", which finds the number'),
+        ("inline", ""),
+        ("ray", ""),
+    ],
 )
 def test_work_inside_next_asks_for_workers(placement, searched):
     at_end = []
     for each in records(work=0.03):
         # The engine is done before the call; transforms run inside it.
         times = each.times._replace(
-            admitted=99.0, began=99.0, fetched=99.0, assembled=each.called, work_began=each.called
+            admitted=99.0,
+            began=99.0,
+            fetched=99.0,
+            assembled=each.called,
+            work_began=each.called,
         )
         at_end.append(each._replace(times=times, planned=99.0))
     found = make_report(at_end, SETUP._replace(num_workers=0, placement=placement))
@@ -294,7 +331,9 @@ def contradictions(found, setup):
         found.engine_cpu + found.engine_queued,
         found.workers_busy / max(1, setup.num_workers),
     )
-    with_gil = found.engine_cpu + found.consumer_cpu if setup.placement == "thread" else 0.0
+    with_gil = (
+        found.engine_cpu + found.consumer_cpu if setup.placement == "thread" else 0.0
+    )
     fast = found.wait_share < 0.05 or found.waited < 50e-6 * found.batches
     allowed = {
         "consumer": fast,
@@ -310,7 +349,12 @@ def contradictions(found, setup):
     other = found.limit in ("workers", "event-loop", "start-up") or loop > 0.85
     if workers > 0.9 and not fast and not other:
         yield f"the workers are busy {workers:.2f} of the time"
-    if found.advice and found.predicted is not None and found.limit != "start-up" and not fast:
+    if (
+        found.advice
+        and found.predicted is not None
+        and found.limit != "start-up"
+        and not fast
+    ):
         before, after = found.period, found.compute / (1 - found.predicted)
         if before < 1.04 * after:
             yield f"{found.advice}: {before} s for a batch would become {after}"
@@ -322,20 +366,37 @@ def contradictions(found, setup):
 @pytest.mark.parametrize("workers", [0, 1, 4])
 def test_no_verdict_contradicts_the_figures_beside_it(placement, workers):
     loads = FULL, IDLE, IDLE._replace(held_plans=2), FetchLoad(in_flight=64, limit=64)
-    steps = ["plan", "queue", "fetch", "worker_queue", "work", "loop", "hand_over", "delivery"]
+    steps = [
+        "plan",
+        "queue",
+        "fetch",
+        "worker_queue",
+        "work",
+        "loop",
+        "hand_over",
+        "delivery",
+    ]
     pairs = [
         {step: 0.02, other: seconds}
         for step in steps
         for other in steps
         for seconds in (0.015, 0.1)
     ]
-    grid = itertools.product(pairs, loads, (0.05, 0.95), (0.03, 0.5), ((2, "auto"), (16, 8)))
+    grid = itertools.product(
+        pairs, loads, (0.05, 0.95), (0.03, 0.5), ((2, "auto"), (16, 8))
+    )
     for lengths, load, cpu, blocked, (cores, concurrency) in grid:
         setup = SETUP._replace(
             num_workers=workers, placement=placement, cores=cores, concurrency=concurrency
         )
         found = report(
-            setup, count=12, load=load, cpu=cpu, blocked=blocked, fetch_seconds=0.002, **lengths
+            setup,
+            count=12,
+            load=load,
+            cpu=cpu,
+            blocked=blocked,
+            fetch_seconds=0.002,
+            **lengths,
         )
         wrong = list(contradictions(found, setup))
         assert not wrong, (

@@ -124,7 +124,9 @@ def test_cores_that_other_processes_take_are_the_limit():
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             command = [sys.executable, "-c", hog]
-            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            process = stack.enter_context(
+                subprocess.Popen(command, stdout=subprocess.PIPE)
+            )
             stack.callback(process.kill)
             process.stdout.readline()
         loader = stack.enter_context(hr.DataLoader(Numbers(24), 1, **options))
@@ -183,7 +185,9 @@ def test_limit_of_a_loader_whose_loop_does_nothing(limit, dataset, options):
     assert report.limit == limit
     assert limit != "source" or "concurrency" not in report.change
     assert report.requests.throttled == (64 if limit == "throttling" else 0)
-    assert ("Predicted wait" in str(report)) == ("Predicted wait after it, if " in str(report))
+    assert ("Predicted wait" in str(report)) == (
+        "Predicted wait after it, if " in str(report)
+    )
     assert len(repr(report)) < 100
     assert limit in repr(report)
 
@@ -195,7 +199,9 @@ class Blocking(Numbers):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": double}])
-def test_blocking_call_is_the_limit_where_all_is_fetched_before_the_first_batch_too(options):
+def test_blocking_call_is_the_limit_where_all_is_fetched_before_the_first_batch_too(
+    options,
+):
     with hr.DataLoader(Blocking(120), 5, **options) as loader:
         for _ in range(2):
             list(loader)
@@ -206,7 +212,10 @@ def test_blocking_call_is_the_limit_where_all_is_fetched_before_the_first_batch_
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": float}])
 def test_good_run_logs_one_record_for_an_epoch_at_debug_and_none_above(options, caplog):
-    with caplog.at_level(logging.DEBUG), hr.DataLoader(Numbers(64), 4, **options) as loader:
+    with (
+        caplog.at_level(logging.DEBUG),
+        hr.DataLoader(Numbers(64), 4, **options) as loader,
+    ):
         for _ in range(2):
             assert len(list(loader)) == 16
         loader.report()
@@ -240,7 +249,9 @@ def test_stats_count_requests_of_batches_whose_error_is_raised():
         assert loader.stats().requests.throttled == 16
 
 
-@pytest.mark.parametrize("through", [copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))])
+@pytest.mark.parametrize(
+    "through", [copy.copy, lambda obj: pickle.loads(pickle.dumps(obj))]
+)
 def test_share_of_waiting_is_that_of_the_time_and_a_copy_begins_to_count_anew(through):
     loader = hr.DataLoader(Numbers(64), 4)
     assert loader.stats().wait_share == 0.0
@@ -251,7 +262,11 @@ def test_share_of_waiting_is_that_of_the_time_and_a_copy_begins_to_count_anew(th
         list(several[0])
         copied = through(loader)
     with copied:
-        assert (copied.stats().epochs, copied.stats().batches, copied.report().batches) == (0, 0, 0)
+        assert (
+            copied.stats().epochs,
+            copied.stats().batches,
+            copied.report().batches,
+        ) == (0, 0, 0)
         list(copied)
     stats = loader.stats()
     assert 0.0 < stats.wait_share <= 1.0

@@ -38,7 +38,9 @@ def double(sample):
 def events_of(path):
     """The events of a complete file."""
     data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)[
+        "traceEvents"
+    ]
 
 
 def calls_of(events):
@@ -52,9 +54,15 @@ def all_loaders():
         "Photos": hr.DataLoader(
             Photos(LENGTH), transform=double, num_workers=2, concurrency=16, **options
         ),
-        "Photos 2": hr.DataLoader(Photos(LENGTH), transform=double, concurrency=16, **options),
+        "Photos 2": hr.DataLoader(
+            Photos(LENGTH), transform=double, concurrency=16, **options
+        ),
         "Photos 3": hr.DataLoader(
-            Photos(LENGTH), placement="process", hedge="auto", memory_budget=1 << 20, **options
+            Photos(LENGTH),
+            placement="process",
+            hedge="auto",
+            memory_budget=1 << 20,
+            **options,
         ),
         "Joined": hr.DataLoader(
             Joined(LENGTH), placement="thread", num_workers=2, transform=double, **options
@@ -99,16 +107,23 @@ def test_batches_and_single_fetches_are_in_it_once(path):
         if event["name"] == "single fetch" and event["ph"] == "b"
     )
     assert {key: count for key, count in began.items() if key[0] == "Photos"} == {
-        ("Photos", batch, slot): 1 for batch in range(LENGTH // BATCH) for slot in range(BATCH)
+        ("Photos", batch, slot): 1
+        for batch in range(LENGTH // BATCH)
+        for slot in range(BATCH)
     }
     assert {count for key, count in began.items() if key[0] == "Joined"} == {1}
-    assert sum(count for key, count in began.items() if key[0] == "Joined") == LENGTH // BATCH
+    assert (
+        sum(count for key, count in began.items() if key[0] == "Joined")
+        == LENGTH // BATCH
+    )
 
 
 def test_work_is_in_the_process_that_did_it(path):
     events = events_of(path)
     names = {
-        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event["name"] == "process_name"
     }
     worked = {
         (event["cat"], names[event["pid"]])
@@ -141,7 +156,9 @@ def processor(path):
 
 def test_trace_processor_drops_nothing(processor, path):
     assert (
-        processor.query("SELECT name, value FROM stats WHERE severity != 'info' AND value > 0")
+        processor.query(
+            "SELECT name, value FROM stats WHERE severity != 'info' AND value > 0"
+        )
         == []
     )
     assert processor.query(
@@ -176,7 +193,9 @@ def test_batch_is_followed_over_all_processes_by_sql(processor):
 # The block.
 
 
-def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_block(tmp_path):
+def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_block(
+    tmp_path,
+):
     with hr.DataLoader(Photos(LENGTH), BATCH, concurrency=4) as loader:
         epoch = iter(loader)
         values = [next(epoch)]
@@ -191,7 +210,10 @@ def test_loader_that_runs_is_traced_from_its_next_batch_until_the_end_of_the_blo
 
 def test_two_traces_at_once_are_the_same_and_a_file_that_exists_is_replaced(tmp_path):
     with hr.DataLoader(SQUARES, BATCH) as loader:
-        with hr.trace(tmp_path / "t.json") as path, hr.trace(tmp_path / "other.json") as other:
+        with (
+            hr.trace(tmp_path / "t.json") as path,
+            hr.trace(tmp_path / "other.json") as other,
+        ):
             list(loader)
         assert len(events_of(path)) == len(events_of(other)) > LENGTH // BATCH
         with hr.trace(path):
@@ -208,19 +230,27 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(tmp_path, small_files):
+def test_full_disk_is_an_error_at_the_end_and_does_not_stop_the_loop(
+    tmp_path, small_files
+):
     samples = []
     with hr.DataLoader(list(range(2000)), 1) as loader:
         with pytest.raises(OSError, match="too large"), hr.trace(tmp_path / "t.json"):
             samples += loader
         assert len(samples) == 2000
-        with pytest.raises(OSError, match="too large") as raised, hr.trace(tmp_path / "t.json"):
+        with (
+            pytest.raises(OSError, match="too large") as raised,
+            hr.trace(tmp_path / "t.json"),
+        ):
             raise KeyError(len(list(loader)))
         assert isinstance(raised.value.__context__, KeyError)
         with pytest.raises(KeyError), hr.trace(tmp_path / "whole.json") as path:
             raise KeyError(next(iter(loader)))
     assert events_of(path)  # complete
-    with pytest.raises(FileNotFoundError), hr.trace(tmp_path / "no such folder" / "t.json"):
+    with (
+        pytest.raises(FileNotFoundError),
+        hr.trace(tmp_path / "no such folder" / "t.json"),
+    ):
         raise AssertionError("the block was entered")
 
 

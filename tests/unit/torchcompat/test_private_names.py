@@ -24,7 +24,12 @@ SOURCE = Path(hr.__file__).parent
 # Attributes of torch's DataLoader that headrace's reads: whether a plan is a batch, the sampler
 # that gives the plans, and the length that `len()` of a stream's loader has reported; and the
 # method that makes the iterator.
-ATTRIBUTES = ("_auto_collation", "_index_sampler", "_IterableDataset_len_called", "_get_iterator")
+ATTRIBUTES = (
+    "_auto_collation",
+    "_index_sampler",
+    "_IterableDataset_len_called",
+    "_get_iterator",
+)
 
 # As proposed in https://github.com/pytorch/pytorch/pull/93841
 TWO_PARAMETERS = """
@@ -55,7 +60,9 @@ def test_private_names_of_torch_are_used_in_one_module_only():
         if path.parent.name == "_torchcompat":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and re.search(r"^torch\b.*\._", node.module or ""):
+            if isinstance(node, ast.ImportFrom) and re.search(
+                r"^torch\b.*\._", node.module or ""
+            ):
                 found.append((path.name, node.module))
             if isinstance(node, ast.Attribute) and re.match(
                 r"torch\b.*\._[a-zA-Z]", ast.unparse(node)
@@ -65,7 +72,9 @@ def test_private_names_of_torch_are_used_in_one_module_only():
 
 
 def test_names_exist_and_do_what_they_say():
-    assert [name for name in ATTRIBUTES if not hasattr(data.DataLoader([1, 2]), name)] == []
+    assert [
+        name for name in ATTRIBUTES if not hasattr(data.DataLoader([1, 2]), name)
+    ] == []
     assert next(iter(inspect.signature(private.pin_memory).parameters)) == "data"
     assert private.pin_memory("text") == "text"
     assert str(KeyError(private.KeyErrorMessage("a\nb"))) == "a\nb"
@@ -77,5 +86,7 @@ def test_data_loader_of_torch_may_have_two_type_parameters():
         "PYTHONPATH": f"{SOURCE.parent}:{os.environ.get('PYTHONPATH', '')}",
     }
     command = [sys.executable, "-c", TWO_PARAMETERS]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert (ended.stdout, ended.returncode) == ("[1, 2] True\n", 0), ended.stderr

@@ -55,7 +55,9 @@ if __name__ == "__main__":
         ("forkserver", "[{}]"),
     ],
 )
-def test_classes_and_functions_of_a_script_reach_workers(method, options, forks, tmp_path):
+def test_classes_and_functions_of_a_script_reach_workers(
+    method, options, forks, tmp_path
+):
     """Where the script itself trains, and where its children do, which `multiprocessing` starts."""
     script, source = tmp_path / "script.py", SCRIPT.replace("OPTIONS", options)
     train = (
@@ -104,7 +106,9 @@ def test_functions_and_classes_of_a_module_that_is_registered_reach_workers(
     exec(SOURCE, module.__dict__)
     if name != "this":
         with pytest.raises(ModuleNotFoundError) as caught:
-            next(iter(hr.DataLoader(Numbers(2), num_workers=1, transform=module.transform)))
+            next(
+                iter(hr.DataLoader(Numbers(2), num_workers=1, transform=module.transform))
+            )
         assert "cloudpickle.register_pickle_by_value" in str(caught.value.__notes__)
     cloudpickle.register_pickle_by_value(module)
     for options in ({}, {"placement": "thread"}):
@@ -126,7 +130,9 @@ def fail(sample):
     raise LookupError(f"no {sample}")
 
 
-def test_traceback_of_a_function_that_travelled_by_value_has_its_file_and_line(monkeypatch):
+def test_traceback_of_a_function_that_travelled_by_value_has_its_file_and_line(
+    monkeypatch,
+):
     """cloudpickle leaves out the file from 3.1.3 on."""
     monkeypatch.setattr(fail, "__module__", "__main__")
     line = fail.__code__.co_firstlineno + 1

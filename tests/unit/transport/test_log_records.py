@@ -49,8 +49,13 @@ def test_records_of_workers_and_the_loaders_process_reach_handlers_of_the_traine
     assert said(caplog) == [f"sample {number}" for number in range(4)]
     assert said(caplog, "tests.loader") == [f"fetched {number}" for number in range(4)]
     ours = [record for record in caplog.records if record.name == "tests.worker"]
-    assert {record.processName for record in ours} <= {"headrace-worker-0", "headrace-worker-1"}
-    assert all(record.processName == f"headrace-worker-{record.worker}" for record in ours)
+    assert {record.processName for record in ours} <= {
+        "headrace-worker-0",
+        "headrace-worker-1",
+    }
+    assert all(
+        record.processName == f"headrace-worker-{record.worker}" for record in ours
+    )
     assert all(record.process != os.getpid() for record in ours)
     assert {record.sample for record in ours} == set(range(4))
 

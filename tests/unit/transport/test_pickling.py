@@ -55,7 +55,9 @@ def test_tensor_of_any_dtype_and_shape(shape):
         size = torch.Size(shape).numel() * dtype.itemsize
         zeros_and_ones = (torch.arange(size) % 2).to(torch.uint8)
         tensor = (
-            zeros_and_ones.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+            zeros_and_ones.view(dtype).reshape(shape)
+            if size
+            else torch.empty(shape, dtype=dtype)
         )
         one, other, another = as_a_batch([tensor, torch.ones(7), tensor.clone()])
         assert torch.equal(other, torch.ones(7))
@@ -137,7 +139,11 @@ def test_expanded_tensor_arrives_expanded(expanded):
 def test_read_only_array_arrives_writable(array):
     came = there_and_back(array)
     assert came.flags.writeable
-    assert (came.dtype, came.shape, came.tolist()) == (array.dtype, array.shape, array.tolist())
+    assert (came.dtype, came.shape, came.tolist()) == (
+        array.dtype,
+        array.shape,
+        array.tolist(),
+    )
     came[...] = came[::-1].copy()
 
 
@@ -155,14 +161,20 @@ def test_read_only_array_arrives_writable(array):
 def test_memoryview_of_any_shape(view):
     came = there_and_back(view)
     assert isinstance(came, memoryview)
-    assert (came.format, came.shape, came.tolist()) == (view.format, view.shape, view.tolist())
+    assert (came.format, came.shape, came.tolist()) == (
+        view.format,
+        view.shape,
+        view.tolist(),
+    )
 
 
 # Small tensors are as independent of each other as tensors that are sent alone.
 
 
 def columns(count):
-    return {f"column {number}": torch.full((4, 2), float(number)) for number in range(count)}
+    return {
+        f"column {number}": torch.full((4, 2), float(number)) for number in range(count)
+    }
 
 
 @pytest.mark.parametrize("count", [5, 50])
@@ -181,7 +193,9 @@ def test_tensors_of_a_batch_are_independent(count):
     for tensor in batch.values():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert tensor.storage_offset() == 0
-    assert len(pickle.dumps(batch["column 1"])) == len(pickle.dumps(torch.full((4, 2), 1.0)))
+    assert len(pickle.dumps(batch["column 1"])) == len(
+        pickle.dumps(torch.full((4, 2), 1.0))
+    )
 
 
 LABELS = {
@@ -194,13 +208,20 @@ LABELS = {
 
 @pytest.mark.parametrize("kind", LABELS)
 def test_label_that_is_kept_does_not_keep_the_memory_of_its_batch(kind):
-    payload = PickledPayload.dumps({"images": torch.zeros(1 << 18), "labels": LABELS[kind]})
-    region = np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in payload.buffers])
-    parts = np.split(region, np.cumsum([buffer.nbytes for buffer in payload.buffers])[:-1])
+    payload = PickledPayload.dumps(
+        {"images": torch.zeros(1 << 18), "labels": LABELS[kind]}
+    )
+    region = np.concatenate(
+        [np.frombuffer(buffer, np.uint8) for buffer in payload.buffers]
+    )
+    parts = np.split(
+        region, np.cumsum([buffer.nbytes for buffer in payload.buffers])[:-1]
+    )
     batch = PickledPayload(payload.pickled, *(part.data for part in parts)).loads()
     assert np.shares_memory(batch["images"].numpy(), region)
     label, expected = (
-        each[-1] if kind == "one of many" else each for each in (batch["labels"], LABELS[kind])
+        each[-1] if kind == "one of many" else each
+        for each in (batch["labels"], LABELS[kind])
     )
     assert np.array_equal(label, expected)
     assert not np.shares_memory(np.asarray(label), region)
@@ -321,7 +342,11 @@ class Request:
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(Refused(Request(), 403), "403 of http://h/x"), (forgetful(), "no a.jpg"), (Dies("oh"), "oh")],
+    [
+        (Refused(Request(), 403), "403 of http://h/x"),
+        (forgetful(), "no a.jpg"),
+        (Dies("oh"), "oh"),
+    ],
     ids=str,
 )
 def test_error_whose_text_is_composed_of_what_cannot_be_sent_arrives_as_text(error, text):

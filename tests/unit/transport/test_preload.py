@@ -52,7 +52,9 @@ def pids_of(module):
 
 
 def double_in_workers(fn, **options):
-    with hr.DataLoader(Numbers(8), batch_size=4, num_workers=2, transform=fn, **options) as loader:
+    with hr.DataLoader(
+        Numbers(8), batch_size=4, num_workers=2, transform=fn, **options
+    ) as loader:
         return [batch.tolist() for batch in loader]
 
 
@@ -70,7 +72,9 @@ def test_edited_and_reloaded_module_is_imported_again(module, tmp_path):
     assert double_in_workers(module.double) == DOUBLED
     (tmp_path / "preloaded.py").write_text("def double(x):\n    return 20 * x\n")
     importlib.reload(module)
-    assert double_in_workers(module.double) == [[10 * x for x in batch] for batch in DOUBLED]
+    assert double_in_workers(module.double) == [
+        [10 * x for x in batch] for batch in DOUBLED
+    ]
 
 
 def test_output_of_a_module_is_printed_once(forks, tmp_path):
@@ -121,7 +125,9 @@ def test_module_that_ends_the_template_or_leaves_it_with_threads_is_imported_by_
     assert len(set(pids_of(module))) == 4  # a helper, two workers, the loader's
 
 
-def test_template_destroys_no_thread_local_object_of_a_thread_of_a_module(write, tmp_path):
+def test_template_destroys_no_thread_local_object_of_a_thread_of_a_module(
+    write, tmp_path
+):
     # The destructor of such an object may wait in a fork for ever: for threads that the fork lacks.
     destroyed = tmp_path / "destroyed"
     module = write(
@@ -151,7 +157,11 @@ def test_template_destroys_no_thread_local_object_of_a_thread_of_a_module(write,
 
 def test_workers_start_after_their_template_was_killed(module):
     with hr.DataLoader(
-        Numbers(8), batch_size=4, num_workers=2, transform=module.double, placement="thread"
+        Numbers(8),
+        batch_size=4,
+        num_workers=2,
+        transform=module.double,
+        placement="thread",
     ) as loader:
         assert [batch.tolist() for batch in loader] == DOUBLED
         (template,) = pids_of(module)

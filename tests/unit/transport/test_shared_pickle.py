@@ -53,7 +53,9 @@ def test_object_is_restored(value):
 
 
 def test_pickle_of_an_unchanged_object_is_used_again_and_a_change_of_a_single_element_is_detected():
-    held = Holder(table=np.zeros(MEGABYTE, dtype=np.uint8), text="x" * 2 * LARGE, strength=1)
+    held = Holder(
+        table=np.zeros(MEGABYTE, dtype=np.uint8), text="x" * 2 * LARGE, strength=1
+    )
     first = SharedPickle.dumps(held)
     assert SharedPickle.dumps(held, first) is first
     held.strength = 2

@@ -9,7 +9,9 @@ from headrace._transport.channel import BlockingChannel, Connection
 from headrace._transport.pickling import dump_message
 from headrace._transport.slabs import SLABS, Allocator, Mapper
 
-pytestmark = pytest.mark.skipif("not hasattr(os, 'memfd_create')", reason="slabs are memfds")
+pytestmark = pytest.mark.skipif(
+    "not hasattr(os, 'memfd_create')", reason="slabs are memfds"
+)
 
 MEGABYTE = 2**20
 
@@ -33,10 +35,14 @@ def returned(allocator, mapper):
     allocator.free(mapper.returned())
 
 
-def test_slabs_of_different_sizes_are_no_more_than_are_in_use_at_a_time(allocator, mapper):
+def test_slabs_of_different_sizes_are_no_more_than_are_in_use_at_a_time(
+    allocator, mapper
+):
     others = mapped()  # of loaders whose errors other tests have kept
     for size in (1, 4, 2, 8, 1, 16):
-        views = [mapper.view(allocator.allocate(size * MEGABYTE).number, 1) for _ in range(3)]
+        views = [
+            mapper.view(allocator.allocate(size * MEGABYTE).number, 1) for _ in range(3)
+        ]
         del views
         returned(allocator, mapper)
     assert len(mapped() - others) == 3

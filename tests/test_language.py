@@ -67,7 +67,7 @@ def test_forbidden_words_are_printed_with_their_lines(tool, check):
 @pytest.mark.parametrize(
     ("name", "text", "excess"),
     [
-        ("src/a.py", DENSE, "all of src: 21.00 tokens a line of code; the budget is 8.7"),
+        ("src/a.py", DENSE, "all of src: 21.00 tokens a line of code; the budget is 8.0"),
         ("src/a.py", f'URL = "{"a" * 100}"\n', "src/a.py: 1.00 lines over 100 columns"),
         ("src/a.py", f"# {PRONOUNS}\n", "src/a.py: 400.00 pronouns in 1,000 words"),
         (

@@ -66,9 +66,13 @@ def samplers_within(sampler: object) -> list[Any]:
         for name, value in getattr(each, "__dict__", {}).items():
             # A sampler needs no base class. A dataset with a state has `__getitem__`.
             draws = hasattr(value, "__iter__") and not hasattr(value, "__getitem__")
-            is_sampler = isinstance(value, Sampler) or (draws and is_stateful(value))
-            is_sampler = is_sampler or (name == "sampler" and value is not None)
-            if is_sampler and not any(value is other for other in found):
+            has_state = draws and is_stateful(value)
+            is_named = name == "sampler" and value is not None
+            if isinstance(value, TorchDataLoader) or any(
+                value is other for other in found
+            ):
+                continue
+            if isinstance(value, Sampler) or has_state or is_named:
                 found.append(value)
     return found
 

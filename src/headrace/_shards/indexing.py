@@ -351,7 +351,7 @@ class _AllShards(Sequence[Shard]):
 
     def __init__(self, index: IndexFile, indexing: Indexing, folder: Shard) -> None:
         self._index, self._indexing, self._folder = index, indexing, folder
-        self._made = functools.lru_cache(MOST_SHARDS)(self._make)
+        self._made: dict[int, Shard] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _AllShards, (self._index, self._indexing, self._folder)
@@ -360,12 +360,14 @@ class _AllShards(Sequence[Shard]):
         return len(self._index)
 
     def __getitem__(self, number: Any) -> Any:
-        return self._made(number)
-
-    def _make(self, number: int) -> Shard:
-        row, folder = self._index.shard(number), self._folder
-        shard = replace(folder, key=folder.key + row.name)
-        return _as_indexed(self._index, row, shard, self._indexing, folder.name)
+        if (shard := self._made.get(number)) is None:
+            row, folder = self._index.shard(number), self._folder
+            shard = replace(folder, key=folder.key + row.name)
+            shard = _as_indexed(self._index, row, shard, self._indexing, folder.name)
+            if len(self._made) >= MOST_SHARDS:
+                self._made.clear()
+            self._made[number] = shard
+        return shard
 
 
 async def open_all(place: Shard, indexing: Indexing, store: Store | None) -> OpenedIndex:

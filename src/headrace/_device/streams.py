@@ -132,11 +132,9 @@ def resolve(device: torch.device | str | int | None) -> torch.device | None:
             if torch.accelerator.is_available()
             else None
         )
-        return (
-            accelerator
-            if accelerator and hasattr(torch.get_device_module(accelerator), "Stream")
-            else None
-        )
+        if accelerator and hasattr(torch.get_device_module(accelerator), "Stream"):
+            return accelerator
+        return None
     resolved = torch.device(device)
     if resolved.type == "cpu":
         return None

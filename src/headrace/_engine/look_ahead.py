@@ -30,11 +30,9 @@ MOST_OF_A_WORKER = 16
 
 def most_fetches(options: LoaderOptions) -> int:
     concurrency = options["concurrency"]
-    return (
-        number_of_engines(options) * most_concurrency()
-        if concurrency == "auto"
-        else concurrency
-    )
+    if concurrency == "auto":
+        return number_of_engines(options) * most_concurrency()
+    return concurrency
 
 
 def most_concurrency() -> int:

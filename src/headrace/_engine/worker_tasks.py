@@ -315,11 +315,9 @@ class BatchReader:
         host = self._assembler.assemble(raw, began)
         if raw.stream_state is not None:
             host = host._replace(stream_state=raw.stream_state)
-        return (
-            host
-            if host.times is not NO_TIMES
-            else host._replace(times=times_since(began))
-        )
+        if host.times is not NO_TIMES:
+            return host
+        return host._replace(times=times_since(began))
 
     def _read(self, plan: BatchPlan) -> RawBatch:
         raise NotImplementedError  # subclasses implement this

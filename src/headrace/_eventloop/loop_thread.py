@@ -204,11 +204,9 @@ class LoopThread:
             place = traceback.extract_stack(frame)[-1]
             where = f"{place.name} ({place.filename}:{place.lineno})"
             return f"thread {self._name!r} is blocked in {where}"
-        return (
-            f"cancelled, and still running: {self._uncancelled}"
-            if self._uncancelled
-            else None
-        )
+        if self._uncancelled:
+            return f"cancelled, and still running: {self._uncancelled}"
+        return None
 
     # Makes the coroutine on the loop: a loop that has died would never run the coroutine.
     def _stop(self, deadline: float) -> None:

@@ -68,11 +68,9 @@ class InlineLink(Link):
 
     def state_dict(self) -> State | None:
         """Return the state of a stateful dataset or iterator, or None."""
-        return (
-            self._in_context(self._read.state_dict)
-            if isinstance(self._read, BatchReader)
-            else None
-        )
+        if isinstance(self._read, BatchReader):
+            return self._in_context(self._read.state_dict)
+        return None
 
     def send(self, message: EngineRequest) -> None:
         if isinstance(message, list):  # other requests need no answer here

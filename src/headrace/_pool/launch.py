@@ -59,11 +59,9 @@ class WorkerProcess(ABC):
             return f"could not be started ({self.refusal.strerror})"
         if (code := self.exit_code) is None:
             return "is gone"
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
 
     def signal(self, number: int) -> None:
         if not self.ended() and self.pid is not None:

@@ -39,11 +39,9 @@ def dump_state(state: StreamState | None) -> bytes | None:
 
 def load_state(state: StreamState) -> Mapping[str, object]:
     """Unpickle the position of a stream, or raise the unpickling error."""
-    return (
-        cast("Mapping[str, object]", pickle.loads(state))
-        if isinstance(state, bytes)
-        else state
-    )
+    if isinstance(state, bytes):
+        return cast("Mapping[str, object]", pickle.loads(state))
+    return state
 
 
 class BatchPlan(NamedTuple):
@@ -450,8 +448,6 @@ class HostBatch(NamedTuple):
         This batch was made from `raw` without the samples of `failures`. The result has the plan of
         `raw` and all failures. Without `failures`, the batch is returned unchanged.
         """
-        return (
-            self._replace(plan=raw.plan, failures=failures + self.failures)
-            if failures
-            else self
-        )
+        if failures:
+            return self._replace(plan=raw.plan, failures=failures + self.failures)
+        return self

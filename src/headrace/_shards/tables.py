@@ -89,11 +89,9 @@ class Selection:
         table = table.select(
             [number for number, name in enumerate(table.column_names) if name in names]
         )
-        return (
-            table
-            if self.schema is None
-            else table.select(self.schema.names).cast(self.schema)
-        )
+        if self.schema is None:
+            return table
+        return table.select(self.schema.names).cast(self.schema)
 
 
 def as_expression(filters: Any) -> Any:
@@ -143,11 +141,9 @@ def filter_text(filters: Any) -> str | None:
         return None
     text = " ".join(str(filters).split())
     shortened = "..." in text or len(text) > _LONGEST_TEXT
-    return (
-        f"{text[:_LONGEST_TEXT]} {names_digest([pickle.dumps(filters, 4).hex()])}"
-        if shortened
-        else text
-    )
+    if shortened:
+        return f"{text[:_LONGEST_TEXT]} {names_digest([pickle.dumps(filters, 4).hex()])}"
+    return text
 
 
 def passing_rows(table: Any, filters: Any) -> Uint32Array:

@@ -125,11 +125,9 @@ def traits_of(url: str, backend: ObjectStore | None = None) -> StoreTraits:
     if parts.scheme == "https" and (cloud := _CLOUD_HOST.fullmatch(parts.hostname or "")):
         return replace(_BY_SCHEME["s3" if cloud[1] else "az"], bucket=False, quoted=True)
     traits = _BY_SCHEME.get(parts.scheme, _OTHER)
-    return (
-        replace(traits, commit=True)
-        if traits.web_server and _COMMIT.search(parts.path)
-        else traits
-    )
+    if traits.web_server and _COMMIT.search(parts.path):
+        return replace(traits, commit=True)
+    return traits
 
 
 class StoreOptions:

@@ -98,11 +98,9 @@ class PortableCollate:
 
 def without_transform(collate_fn: Any) -> Any:
     """Return the user's collate function, also of a `PortableCollate`."""
-    return (
-        collate_fn.portable_parts.collate
-        if isinstance(collate_fn, PortableCollate)
-        else collate_fn
-    )
+    if isinstance(collate_fn, PortableCollate):
+        return collate_fn.portable_parts.collate
+    return collate_fn
 
 
 def same() -> None:

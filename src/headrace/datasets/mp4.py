@@ -73,11 +73,9 @@ def _header(data: memoryview, left: int) -> tuple[bytes, int, int]:
     A stored length of 0 means all `left` bytes.
     """
     length, kind = struct.unpack_from(">I4s", data)
-    return (
-        (kind, 16, *struct.unpack_from(">Q", data, 8))
-        if length == 1
-        else (kind, 8, length or left)
-    )
+    if length == 1:
+        return (kind, 16, *struct.unpack_from(">Q", data, 8))
+    return (kind, 8, length or left)
 
 
 def _walk(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:

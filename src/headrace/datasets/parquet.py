@@ -207,11 +207,9 @@ class TableDataset(IndexedShards[Any]):
                 else _take(table.combine_chunks(), np.argsort(order))
             )
         made = [*chain.from_iterable(part.as_rows() for part in parts)]
-        return (
-            made
-            if order is None
-            else [made[place] for place in np.argsort(order).tolist()]
-        )
+        if order is None:
+            return made
+        return [made[place] for place in np.argsort(order).tolist()]
 
     def _neighbours(self, indices: range) -> list[_Wanted]:
         """Return the rows of each row group, for consecutive indices."""

@@ -191,11 +191,9 @@ class ZarrDataset(RangedDataset[Any]):
     def sample_of(self, index: int, data: Any) -> Any:
         """Return the sample in `data`."""
         sample = [_tensor(row) for row in data[0]]
-        return (
-            sample[0]
-            if self._names is None
-            else dict(zip(self._names, sample, strict=True))
-        )
+        if self._names is None:
+            return sample[0]
+        return dict(zip(self._names, sample, strict=True))
 
     async def _read_block(self, number: int, block: int, window: int) -> AnyArray:
         """Read a window of the samples of a chunk, along the first axis."""

@@ -82,11 +82,9 @@ class LoaderStats:
     @property
     def wait_share(self) -> float:
         """Share of the time spent waiting, from 0 to 1."""
-        return (
-            min(1.0, self.wait_seconds / self.elapsed_seconds)
-            if self.elapsed_seconds
-            else 0.0
-        )
+        if self.elapsed_seconds:
+            return min(1.0, self.wait_seconds / self.elapsed_seconds)
+        return 0.0
 
 
 class Counters:

@@ -30,11 +30,9 @@ FIRST = 20  # number of first fetches; the second shortest had to wait for few o
 def _percentile(values: Iterable[float], part: float) -> float:
     """Return a percentile of values, or 0.0 without values."""
     ordered = sorted(values)
-    return (
-        ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))]
-        if ordered
-        else 0.0
-    )
+    if ordered:
+        return ordered[min(len(ordered) - 1, math.floor(part * len(ordered)))]
+    return 0.0
 
 
 @dataclass(frozen=True)

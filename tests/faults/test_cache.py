@@ -179,7 +179,7 @@ def test_sigkill_at_any_point_of_a_write_leaves_a_cache_that_works(forks, folder
 
         peers = [started(number) for number in range(3)]
         for number in range(KILLS):
-            time.sleep(chance.uniform(0.0, 0.2))
+            time.sleep(chance.uniform(0.0, 0.2))  # a kill at any moment
             victim = chance.randrange(3)
             peers[victim].kill()
             assert peers[victim].wait() == -signal.SIGKILL, "a sample had wrong bytes"

@@ -61,7 +61,7 @@ def lock_for_ever(wire, database):
     connection = sqlite3.connect(database, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
     wire.send(os.getpid())
-    time.sleep(1000)
+    time.sleep(1000)  # until the test kills this process
 
 
 def read_objects(wire, store, folder, expected):

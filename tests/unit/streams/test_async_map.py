@@ -273,7 +273,7 @@ def test_slow_rows_are_hedged(make):
         await (
             asyncio.Event().wait()
             if row == 150 and calls[row] == 1
-            else asyncio.sleep(0.001)
+            else asyncio.sleep(0.001)  # latency
         )
         return row
 
